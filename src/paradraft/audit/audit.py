@@ -1,4 +1,4 @@
-"""Is this target, with this drafter, lossless on this machine? Compares, measures, and says why.
+"""Audits whether a target with this drafter is lossless on this machine: compares, measures, explains.
 
 With the match rule the tokens must be those of plain decoding, but for near-ties (`divergence.py`). With the
 rejection rule only their distribution must be the same, which a test decides (`uniformity.py`). With both rules all
@@ -19,7 +19,7 @@ from paradraft.audit.divergence import Comparison, Divergence, compare, rounding
 from paradraft.audit.own_pass import OwnPass, own_pass
 from paradraft.audit.recording import Case, NotNumbersError, Recorder, Recording, record
 from paradraft.audit.reference import MEASURED, own_logits
-from paradraft.audit.uniformity import Uniformity, place_of_tokens, uniformity
+from paradraft.audit.uniformity import Uniformity, pit_of_answer, uniformity
 from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 from paradraft.core import Draft, Request, TargetOut, Verdict
 from paradraft.decode.batch import Batch
@@ -37,7 +37,7 @@ from paradraft.wording import number_of
 
 
 def findings(report: Report, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """An audit in words, a line each."""
+    """A report as lines of text."""
     lines = [
         f"{report.verdict}: {report.reason}",
         f"  {number_of(report.answers, 'answer')}, {number_of(report.tokens, 'token')}, "
@@ -64,18 +64,18 @@ def findings(report: Report, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         f"difference {report.largest_difference:.2g}; passes of one and of several tokens differ by "
         f"{report.rounding:.2g}"
     )
-    for one in report.divergences:
-        plain, drafted = (tokenizer.decode([token]) for token in (one.plain, one.drafted))
+    for split in report.divergences:
+        plain, drafted = (tokenizer.decode([token]) for token in (split.plain, split.drafted))
         lines.append(
-            f"  prompt {one.prompt}, seed {one.seed}, new token {one.position}: {plain!r} without, {drafted!r} with "
-            f"the drafter; margin {one.margin:.2g}, logits differ by {one.difference:.2g}: "
-            + ("a near-tie" if one.is_tie else "NOT explained by rounding")
+            f"  prompt {split.prompt}, seed {split.seed}, new token {split.position}: {plain!r} without, {drafted!r} "
+            f"with the drafter; margin {split.margin:.2g}, logits differ by {split.difference:.2g}: "
+            + ("a near-tie" if split.is_tie else "NOT explained by rounding")
         )
     return lines
 
 
 def accept_all(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
-    """Takes the first path of every draft without asking the target."""
+    """Accepts the first path of every draft, without a look at the target: a wrong rule, as a control."""
     B, N = draft.tokens.shape
     path = torch.full((B, N), ABSENT, device=draft.tokens.device)
     for row, (tokens, parents) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
@@ -91,21 +91,21 @@ def accept_all(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What an audit found.
+    """The result of an audit.
 
     Args:
-        verdict: `PASS`, `TIES`, `FAIL`, or `INCONCLUSIVE`: what was compared is too little to show anything, or
-            rounding is so large that a fault could hide in it.
+        verdict: `PASS`, `TIES`, `FAIL`, or `INCONCLUSIVE`: too little was compared to show anything, or rounding is so
+            large that a fault could hide in it.
         reason: one sentence.
-        answers: how many answers were compared.
-        tokens: how many tokens they have.
+        answers: how many were compared.
+        tokens: of all answers.
         acceptance_length: emitted tokens per target pass.
-        divergences: with the match rule, the answers that part from plain decoding.
+        divergences: with the match rule, the answers that differ from plain decoding.
         rounding: largest difference of logits between passes of one token and of several.
-        positions: places where both sides read the same text.
-        bitwise_equal: at how many of them all logits were equal to the last bit.
-        largest_difference: largest difference of the logits there.
-        own_pass: the logits beside those of the model's own pass; None if there was nothing to compare.
+        positions: those where both sides read the same text.
+        bitwise_equal: positions at which all logits were equal to the last bit.
+        largest_difference: of the logits at these positions.
+        own_pass: comparison with the logits of the model's own pass; None if there was nothing to compare.
         uniformity: with the rejection rule, the test of the distribution.
         control: the same test of a rule that is known to be wrong; it must fail.
     """
@@ -130,9 +130,9 @@ class Report:
 
 
 def check_may_be_lossless(rule: str) -> None:
-    """Raises ValueError if a verification rule is not meant to be lossless."""
-    if (told := LOSSY.get(rule_name(rule))) is not None:
-        raise ValueError(f"verify={rule!r}: {told}, so there is nothing to audit: use match or rejection")
+    """Raises ValueError if a verification rule is lossy by design."""
+    if (warning := LOSSY.get(rule_name(rule))) is not None:
+        raise ValueError(f"verify={rule!r}: {warning}, so there is nothing to audit: use match or rejection")
 
 
 def audit(
@@ -148,28 +148,26 @@ def audit(
     """Audits an engine.
 
     Args:
-        engine: target, drafter, and how to draft and verify.
-        prompts: texts.
-        sampling: its seed is that of the first answer, the next answer has the next.
-        seeds: how many answers each prompt gets; greedy answers are all the same, so then it is 1.
+        sampling: its seed is that of the first answer; each answer has the next.
+        seeds: answers per prompt; greedy answers are all the same, so then it is 1.
         max_new_tokens: tokens of an answer; end-of-sequence tokens do not end it.
-        batch_size: prompts answered together with the drafter; plain decoding takes them one by one.
-        report: told what is going on.
+        batch_size: prompts answered together with the drafter; plain decoding takes them one at a time.
+        report: receives progress messages.
 
     Raises:
-        ValueError: a prompt does not fit into the model, or a number is out of range.
+        ValueError: a prompt does not fit into the model, or an argument is out of range.
     """
     if seeds < 1 or batch_size < 1:
         raise ValueError(f"seeds={seeds}, batch_size={batch_size}: use at least 1")
     requests = requests_of(engine.target, prompts, max_new_tokens, sampling)
-    # Every answer has a seed of its own: answers of one seed share their random numbers where positions are the same.
+    # Every answer has another seed: answers of one seed share their random numbers where positions are the same.
     cases = [
         Case(
-            number=place % len(requests) + 1,
+            number=index % len(requests) + 1,
             prompt=request.tokens,
-            sampling=replace(sampling, seed=sampling.seed + place),
+            sampling=replace(sampling, seed=sampling.seed + index),
         )
-        for place, request in enumerate(requests * (1 if sampling.is_greedy else seeds))
+        for index, request in enumerate(requests * (1 if sampling.is_greedy else seeds))
     ]
     check_may_be_lossless(engine.speculation.verify)
     tests_distribution = engine.speculation.verify == "rejection" and not sampling.is_greedy
@@ -190,13 +188,13 @@ def audit(
             judged = _judge_tokens(answering, drafted, batch_size, figures)
     except NotNumbersError as error:
         return _report(FAIL, str(error), figures)
-    if has_drafter and judged.verdict in (PASS, TIES) and (why := _shows_nothing(added(counts))) is not None:
-        return replace(judged, verdict=INCONCLUSIVE, reason=why)
+    if has_drafter and judged.verdict in (PASS, TIES) and (reason := _why_inconclusive(added(counts))) is not None:
+        return replace(judged, verdict=INCONCLUSIVE, reason=reason)
     return judged
 
 
-def _shows_nothing(stats: Stats) -> str | None:
-    """Why right answers show nothing of a drafter; None if they do."""
+def _why_inconclusive(stats: Stats) -> str | None:
+    """Why correct answers say nothing about a drafter; None if they do."""
     if not stats.nodes:
         return "nothing was drafted, so this shows nothing: use more prompts or tokens, and fixed lengths"
     if not sum(stats.accepted):
@@ -209,7 +207,7 @@ def _shows_nothing(stats: Stats) -> str | None:
 
 @dataclass(frozen=True)
 class _Answering:
-    """The ways in which an audit has its cases answered."""
+    """Answers the cases of an audit: with the drafter, plainly, and by a wrong rule."""
 
     engine: Engine
     cases: list[Case]
@@ -217,38 +215,37 @@ class _Answering:
     report: Callable[[str], None]
 
     def with_drafter(self, batch_size: int, counts: list[Stats]) -> list[Recording]:
-        """By the engine as it is; appends what is counted of each batch."""
+        """By the engine as it is; appends the statistics of each batch to `counts`."""
         target = Recorder(self.engine.target)
         return self._answers(self.engine.new_batch(target=target), target, "with the drafter", batch_size, counts)
 
     def plain(self) -> list[Recording]:
-        """One token a pass, one prompt after the other."""
+        """One token per pass, one prompt at a time."""
         target, drafter = Recorder(self.engine.target), NoDrafter(self.engine.drafter.reserved_tokens)
         batch = self.engine.new_batch(target=target, drafter=drafter, lengths=Fixed(0))
         return self._answers(batch, target, "in plain decoding", 1, [])
 
     def control(self, batch_size: int) -> list[Recording]:
-        """By a wrong rule; it drafts even where a length policy has learnt not to."""
+        """By a wrong rule; drafts even where a length policy has learnt not to."""
         target, lengths = Recorder(self.engine.target), Fixed(self.engine.speculation.depth)
         batch = self.engine.new_batch(target=target, lengths=lengths, verify=accept_all)
         return self._answers(batch, target, "with the control", batch_size, [])
 
     def _answers(self, batch: Batch, target: Recorder, name: str, size: int, counts: list[Stats]) -> list[Recording]:
-        found = []
+        recordings = []
         for start in range(0, len(self.cases), size):
             self.report(f"{name}: answer {start + 1} of {len(self.cases)}")
-            found += record(batch, target, self.cases[start : start + size], self.max_new_tokens, name)
+            recordings += record(batch, target, self.cases[start : start + size], self.max_new_tokens, name)
             counts.append(batch.clock.stats)
-        return found
+        return recordings
 
 
-def _report(verdict: str, reason: str, figures: dict[str, Any], **found: Any) -> Report:
-    """A report in which what was not found is empty."""
+def _report(verdict: str, reason: str, figures: dict[str, Any], **results: Any) -> Report:
     empty: dict[str, Any] = {
         "divergences": [], "rounding": None, "positions": 0, "bitwise_equal": 0, "largest_difference": 0.0,
         "own_pass": None, "uniformity": None, "control": None,
     }  # fmt: skip
-    return Report(verdict=verdict, reason=reason, **{**empty, **figures, **found})
+    return Report(verdict=verdict, reason=reason, **{**empty, **figures, **results})
 
 
 def _judge_tokens(answering: _Answering, drafted: list[Recording], batch_size: int, figures: dict[str, Any]) -> Report:
@@ -258,52 +255,56 @@ def _judge_tokens(answering: _Answering, drafted: list[Recording], batch_size: i
     answering.report("measuring rounding")
     measured = list(zip(cases, plain, strict=True))[:MEASURED]
     rounding = max(rounding_of(engine, case, answer, batch_size) for case, answer in measured)
-    found = compare(engine, cases, plain, drafted, rounding, own.explained.at_most(own.limit).largest)
+    comparison = compare(engine, cases, plain, drafted, rounding, own.explained.at_most(own.limit).largest)
     verdict, reason = (
-        _fault_of_logits(own, found, is_native=engine.target.lm.is_native)
-        or _fault_of_tokens(found, figures["answers"])
+        _fault_of_logits(own, comparison, is_native=engine.target.lm.is_native)
+        or _fault_of_tokens(comparison, figures["answers"])
         or _doubt(own)
-        or _agreement(found, figures["answers"])
+        or _agreement(comparison, figures["answers"])
     )
-    figures = figures | {name: value for name, value in vars(found).items() if name != "not_chosen"}
+    figures = figures | {name: value for name, value in vars(comparison).items() if name != "not_chosen"}
     return _report(verdict, reason, figures, own_pass=own)
 
 
-def _fault_of_logits(own: OwnPass, found: Comparison | None, *, is_native: bool) -> tuple[str, str] | None:
-    """What is wrong with the logits, whatever the tokens."""
+def _fault_of_logits(own: OwnPass, comparison: Comparison | None, *, is_native: bool) -> tuple[str, str] | None:
     if own.plain is not None and (fault := own.fault(own.plain)) is not None:
         return FAIL, f"plain decoding itself is not the model's: {fault}"
-    if is_native and found is not None and (found.rounding or found.bitwise_equal < found.positions):
+    if (
+        is_native
+        and comparison is not None
+        and (comparison.rounding or comparison.bitwise_equal < comparison.positions)
+    ):
         return FAIL, (
             "passes in C++ give the same logits to the last bit with and without a drafter, but here "
-            f"{found.positions - found.bitwise_equal} of {found.positions} places differ, by up to "
-            f"{found.largest_difference:.2g}, and passes of one and of several tokens by up to {found.rounding:.2g}"
+            f"{comparison.positions - comparison.bitwise_equal} of {comparison.positions} places differ, by up to "
+            f"{comparison.largest_difference:.2g}, and passes of one and of several tokens by up to "
+            f"{comparison.rounding:.2g}"
         )
     if (fault := own.fault(own.drafted)) is not None:
         return FAIL, f"with the drafter, logits are not the model's: {fault}"
-    if found is not None and found.rounding > 2 * own.explained.largest:
+    if comparison is not None and comparison.rounding > 2 * own.explained.largest:
         return FAIL, (
-            f"logits of passes of one token and of several differ by {found.rounding:.2g}, and rounding in {own.dtype} "
-            f"explains {own.explained} between each and the model's own pass"
+            f"logits of passes of one token and of several differ by {comparison.rounding:.2g}, and rounding in "
+            f"{own.dtype} explains {own.explained} between each and the model's own pass"
         )
     return None
 
 
-def _fault_of_tokens(found: Comparison, answers: int) -> tuple[str, str] | None:
-    """What is wrong with the tokens, given the logits."""
-    faults = [one for one in found.divergences if not one.is_tie]
+def _fault_of_tokens(comparison: Comparison, answers: int) -> tuple[str, str] | None:
+    """The tokens judged by the recorded logits, which are taken as right."""
+    faults = [split for split in comparison.divergences if not split.is_tie]
     if faults:
         return FAIL, (
             f"{len(faults)} of {answers} answers part from plain decoding where rounding does not explain it: "
-            f"logits differ by {max(one.difference for one in faults):.2g}, rounding by {found.rounding:.2g}"
+            f"logits differ by {max(split.difference for split in faults):.2g}, rounding by {comparison.rounding:.2g}"
         )
-    if found.not_chosen:
-        return FAIL, f"{found.not_chosen} tokens are not those that their own logits choose"
+    if comparison.not_chosen:
+        return FAIL, f"{comparison.not_chosen} tokens are not those that their own logits choose"
     return None
 
 
 def _doubt(own: OwnPass) -> tuple[str, str] | None:
-    """Whether a fault could hide in what rounding explains."""
+    """INCONCLUSIVE if rounding is so large that a fault could hide in it."""
     if all(side is None or side.distance.within(own.limit) for side in (own.plain, own.drafted)):
         return None
     return INCONCLUSIVE, (
@@ -312,10 +313,10 @@ def _doubt(own: OwnPass) -> tuple[str, str] | None:
     )
 
 
-def _agreement(found: Comparison, answers: int) -> tuple[str, str]:
-    if not found.divergences:
+def _agreement(comparison: Comparison, answers: int) -> tuple[str, str]:
+    if not comparison.divergences:
         return PASS, "every answer has the tokens of plain decoding"
-    return TIES, f"{len(found.divergences)} of {answers} answers part from plain decoding, each at a near-tie"
+    return TIES, f"{len(comparison.divergences)} of {answers} answers part from plain decoding, each at a near-tie"
 
 
 def _judge_distribution(
@@ -325,27 +326,27 @@ def _judge_distribution(
     own = own_pass(engine.target.lm, cases, drafted, None, answering.report)
     wrong = answering.control(batch_size)
     answering.report("testing the distribution")
-    found, control = (_uniformity(engine, cases, answers) for answers in (drafted, wrong))
+    tested, control = (_uniformity(engine, cases, answers) for answers in (drafted, wrong))
     if fault := _fault_of_logits(own, None, is_native=engine.target.lm.is_native):
         verdict, reason = fault
-    elif not found.is_uniform:
+    elif not tested.is_uniform:
         verdict = FAIL
-        reason = f"the tokens do not have the target's distribution: {found.in_words}"
+        reason = f"the tokens do not have the target's distribution: {tested.in_words}"
     elif doubt := _doubt(own):
         verdict, reason = doubt
     elif control.is_uniform:
         verdict = INCONCLUSIVE
         reason = "a rule known to be wrong was not caught, so the test shows nothing: use more prompts, seeds or tokens"
     else:
-        verdict, reason = PASS, f"the tokens have the target's distribution: {found.in_words}"
-    return _report(verdict, reason, figures, own_pass=own, uniformity=found, control=control)
+        verdict, reason = PASS, f"the tokens have the target's distribution: {tested.in_words}"
+    return _report(verdict, reason, figures, own_pass=own, uniformity=tested, control=control)
 
 
 def _uniformity(engine: Engine, cases: list[Case], answers: list[Recording]) -> Uniformity:
     generator = torch.Generator().manual_seed(0)
-    places = []
+    u = []
     for case, answer in zip(cases, answers, strict=True):
         logits_NV = own_logits(engine.target.lm, case, answer)
         request = Request(tokens=case.prompt, sampling=case.sampling)
-        places.append(place_of_tokens(logits_NV, request, answer.tokens, generator))
-    return uniformity(torch.cat(places))
+        u.append(pit_of_answer(logits_NV, request, answer.tokens, generator))
+    return uniformity(torch.cat(u))

@@ -1,9 +1,9 @@
-"""Where an answer parts from plain decoding, and whether rounding explains it.
+"""Compares answers with plain decoding, and decides whether rounding explains a difference.
 
-The logits that both sides saw at that place are compared. If they differ by no more than the logits of passes of one
-token and of several do over the same text, the two candidates were a near-tie and rounding decided; anything larger is
-a fault. Both kinds of passes are the audited engine's, so this difference is itself bounded from outside, by the
-model's own pass: see `paradraft.audit.reference`.
+The logits that both sides saw at the first different token are compared. If they differ by no more than the logits of
+passes of one token and of several do over the same text, the two candidates were a near-tie and rounding decided;
+anything larger is a fault. Both kinds of passes are the audited engine's, so this difference is itself bounded from
+outside, by the model's own pass: see `paradraft.audit.reference`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ ROUNDING_FACTOR = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """The first place where an answer is not that of plain decoding.
+    """The first token at which an answer differs from plain decoding.
 
     Args:
-        prompt: number of the prompt, from 1.
+        prompt: counted from 1.
         seed: of the sampling.
-        position: number of the new token, from 0.
+        position: index of the new token, from 0.
         plain: token of plain decoding.
         drafted: token with the drafter.
-        margin: how far plain decoding preferred its token: difference of log p, noise included.
+        margin: by how much plain decoding preferred its token: difference of log p, noise included.
         difference: largest difference of the logits that both sides saw there.
         is_tie: whether rounding explains it.
     """
@@ -51,15 +51,10 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Answers beside those of plain decoding.
+    """Answers compared with those of plain decoding; see `Report` for the other fields.
 
     Args:
-        divergences: the answers that part from plain decoding.
         not_chosen: tokens of either side that are not those its own logits choose.
-        rounding: largest difference of logits between passes of one token and of several.
-        positions: places where both sides read the same text.
-        bitwise_equal: at how many of them all logits were equal to the last bit.
-        largest_difference: largest difference of the logits there.
     """
 
     divergences: list[Divergence]
@@ -76,24 +71,20 @@ def compare(
     """Compares answers, case by case.
 
     Args:
-        engine: whose answers these are.
-        cases: what was answered.
-        plain: by plain decoding.
-        drafted: with the drafter.
         rounding: the largest of `rounding_of`.
-        allowed: how far each side may be from the model's own pass.
+        allowed: largest difference of each side from the model's own pass.
     """
     divergences, not_chosen, positions, bitwise, largest = [], 0, 0, 0, 0.0
     dtype = plain[0].logits.dtype
     scale = max(float(answer.logits[answer.logits.isfinite()].abs().max()) for answer in plain)
-    # Two sides that are each as near to the model's own pass as they must be are at most twice as far apart.
+    # If each side is within `allowed` of the model's own pass, they differ by at most twice as much.
     limit = min(ROUNDING_FACTOR * max(rounding, torch.finfo(dtype).eps * scale), 2 * allowed)
     for case, mine, theirs in zip(cases, plain, drafted, strict=True):
         scores = [_scores(engine, case, answer) for answer in (mine, theirs)]
         is_chosen = [_are_chosen(*side) for side in zip(scores, (mine, theirs), strict=True)]
         not_chosen += sum(int((~are).sum()) for are in is_chosen)
         pairs = zip(mine.tokens, theirs.tokens, strict=True)
-        split = next((place for place, (a, b) in enumerate(pairs) if a != b), len(mine.tokens))
+        split = next((index for index, (a, b) in enumerate(pairs) if a != b), len(mine.tokens))
         shared = min(split + 1, len(mine.tokens))
         positions += shared
         bitwise += int((mine.logits[:shared] == theirs.logits[:shared]).all(1).sum())
@@ -120,7 +111,7 @@ def compare(
 
 
 def rounding_of(engine: Engine, case: Case, answer: Recording, batch_size: int) -> float:
-    """Largest difference between the logits of passes of one row and token, and of as many of both as a round has.
+    """Largest difference between the logits of passes of one row and token, and of passes as large as a round's.
 
     Raises:
         NotNumbersError: logits of the larger passes are not numbers.
@@ -145,7 +136,7 @@ def rounding_of(engine: Engine, case: Case, answer: Recording, batch_size: int) 
 
 
 def _scores(engine: Engine, case: Case, answer: Recording) -> Tensor:
-    """What each token of an answer should be the largest of, `[N, V]`, going by the logits recorded for it."""
+    """The scores `[N, V]` whose argmax each token should be, by the logits recorded for it."""
     N, device = len(answer.tokens), answer.logits.device
     before_NN = torch.ones(N, N, dtype=torch.bool, device=device).tril(-1)
     texts_NN = torch.where(before_NN, torch.tensor(answer.tokens, device=device), ABSENT)
@@ -154,6 +145,6 @@ def _scores(engine: Engine, case: Case, answer: Recording) -> Tensor:
 
 
 def _are_chosen(scores_NV: Tensor, answer: Recording) -> Tensor:
-    """Which tokens of an answer have the largest score of their place, `[N]`."""
+    """Which tokens of an answer have the largest score at their position, `[N]`."""
     tokens_N1 = torch.tensor(answer.tokens, device=scores_NV.device)[:, None]
     return scores_NV.gather(1, tokens_N1)[:, 0] == scores_NV.amax(1)

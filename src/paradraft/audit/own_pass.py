@@ -1,12 +1,12 @@
-"""Recorded logits beside those of the model's own code: no farther from a finer pass than that code itself is.
+"""Compares recorded logits with the model's own code: they may be no farther from a finer pass than that code is.
 
-Two right passes differ by what each rounds away, so the difference between them bounds nothing: it is as large as the
+Two correct passes differ by what each rounds away, so the difference between them bounds nothing: it is as large as the
 coarser one makes it, and a fault hides in it. Each is therefore measured to a third, finer pass over the same text. The
-model's own code makes two passes, one as it is and one with finer products; how far its coarser pass is from its finer
-one at a place is how far the engine may be there, but for a small factor. Where the finer pass prefers a token by more
-than twice what the coarser one rounds there, no right pass prefers another.
+model's own code makes two passes, one as it is and one with finer products; the distance of its coarser pass from its
+finer one at a position is what the engine may have there, but for a small factor. Where the finer pass prefers a token
+by more than twice what the coarser one rounds there, no correct pass prefers another.
 
-A pass in C++ has more to say: its logits are those of one pass over the whole text to the last bit, its exact mode
+A pass in C++ shows more: its logits are those of one pass over the whole text to the last bit, its exact mode
 computes what the model's own code does in float32, and each of its products is right (`cpu/self_check.py`).
 
 Shape letters: N tokens of an answer, V vocabulary.
@@ -41,50 +41,49 @@ from paradraft.models.forward.cpu.self_check import TOKENS, Figures, allowance, 
 LEAST = 1e-7
 """A distance, in standard deviations of the logits, that is never too large."""
 SURE = 2.0
-"""Times the coarser pass's largest rounding at a place: the margin from which the finer pass is sure of a token."""
+"""Times the coarser pass's largest rounding at a position: the margin from which the finer pass is sure of a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Most:
-    """How far logits may be from those of the finer pass, times the distance of the coarser one.
+class Tolerance:
+    """Bounds on the distance of logits from the finer pass, over that of the coarser pass.
 
     Args:
-        mean: as a geometric mean over very many places.
-        at_a_place: at each.
+        mean: bound on the geometric mean over very many positions.
+        at_a_place: bound at each position.
     """
 
     mean: float
     at_a_place: float
 
-    def over(self, places: int) -> float:
-        """The mean over some places, so that few of them are no false alarm.
+    def over(self, positions: int) -> float:
+        """The bound on the mean over `positions` positions, so that few of them are no false alarm.
 
         >>> round(ROUNDED.over(512), 2), round(ROUNDED.over(16), 2)
         (1.43, 2.65)
         """
-        return self.mean * allowance(places)
+        return self.mean * allowance(positions)
 
 
-ROUNDED = Most(mean=1.25, at_a_place=40.0)
-"""In 16 bits and fewer, where means of right passes were at most 1.1, and single places at most 4.9."""
-IN_FLOATS = Most(mean=8.0, at_a_place=50.0)
-"""Where only float32 arithmetic is rounded. Single places of right passes were at most 14, and any fault is far
-larger."""
+ROUNDED = Tolerance(mean=1.25, at_a_place=40.0)
+"""In 16 bits and fewer, where means of correct passes were at most 1.1, and single positions at most 4.9."""
+IN_FLOATS = Tolerance(mean=8.0, at_a_place=50.0)
+"""Where only float32 arithmetic is rounded. Single positions of correct passes were at most 14, and any fault is
+far larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nearness:
-    """How near the logits of one side are to those of the finer pass.
+    """Distance of one side's logits from those of the finer pass.
 
     Args:
-        distance: the difference.
-        measured: places that were compared with the coarser pass too.
-        mean: of a place's distance, times that of the coarser pass: a geometric mean, the larger one of root mean
+        measured: positions that were compared with the coarser pass too.
+        mean: geometric mean of each position's distance over that of the coarser pass, the larger one of root mean
             squares and largest differences; None without a coarser pass.
-        worst: the same at the worst place.
-        sure: places at which the finer pass is sure of a token.
-        overturned: at how many of them another one has the largest logit.
-        other_bits: places at which logits are not those of one pass in C++ over the whole text.
+        worst: the same ratio at the worst position.
+        sure: positions at which the finer pass is sure of a token.
+        overturned: those of them at which another token has the largest logit.
+        other_bits: positions at which logits are not those of one pass in C++ over the whole text.
     """
 
     distance: Difference
@@ -98,17 +97,17 @@ class Nearness:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnPass:
-    """Recorded logits beside those of the model's own code.
+    """Recorded logits compared with those of the model's own code.
 
     Args:
-        dtype: name of the dtype that passes compute in.
-        places: how many places each side has.
+        dtype: that passes compute in.
+        places: positions of each side.
         plain: of plain decoding; None where it was not run.
         drafted: with the drafter.
         rounding: distance of the coarser pass from the finer one; None where there is only one pass.
-        most: how many times its distance is allowed.
+        most: bounds on the ratio of a side's distance to that of the coarser pass.
         explained: the difference that rounding explains: a multiple of `rounding`, or `limit` without one.
-        limit: how far logits may be from the finer pass at most, however large rounding is.
+        limit: largest distance from the finer pass, however large rounding is.
         pass_in_cpp: figures of the pass in C++ over all texts.
     """
 
@@ -117,7 +116,7 @@ class OwnPass:
     plain: Nearness | None
     drafted: Nearness
     rounding: Difference | None
-    most: Most
+    most: Tolerance
     explained: Difference
     limit: Difference
     pass_in_cpp: Figures | None
@@ -146,7 +145,7 @@ class OwnPass:
         return None
 
     def in_words(self, side: Nearness) -> str:
-        """How near a side is."""
+        """Figures of a side, as a clause."""
         if side.mean is None:
             return f"{side.distance} from the model's own pass"
         return (
@@ -165,20 +164,20 @@ class OwnPass:
                 name: None if side is None else vars(side) | {"distance": vars(side.distance)}
                 for name, side in sides.items()
             }
-            | {name: None if each is None else vars(each) for name, each in differences.items()}
+            | {name: None if value is None else vars(value) for name, value in differences.items()}
             | {"pass_in_cpp": None if self.pass_in_cpp is None else vars(self.pass_in_cpp)}
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Read:
-    """A text, read by the model: logits `[N, V]` of each token of an answer.
+    """Logits `[N, V]` of the tokens of an answer, by the reference passes.
 
     Args:
         finer: by the finer of two passes of the model's own code, or by the only one; None beyond `MEASURED` texts.
         coarser: by the other.
         in_cpp: by one pass in C++, if there is one.
-        figures: of it.
+        figures: of the pass in C++.
     """
 
     finer: Tensor | None
@@ -189,7 +188,7 @@ class _Read:
 
 @dataclass
 class _Tally:
-    """What was counted of a side."""
+    """Sums over the answers of a side."""
 
     differences: list[Difference] = field(default_factory=list)
     ratios: list[Tensor] = field(default_factory=list)
@@ -198,7 +197,6 @@ class _Tally:
     other_bits: int = 0
 
     def add(self, logits_NV: Tensor, read: _Read) -> None:
-        """The logits of an answer."""
         if read.in_cpp is not None:
             self.other_bits += int((logits_NV != read.in_cpp).any(1).sum())
         if read.finer is None:
@@ -214,7 +212,6 @@ class _Tally:
         self.overturned += int((is_sure_N & (logits_NV.argmax(1) != read.finer.argmax(1))).sum())
 
     def nearness(self) -> Nearness:
-        """All answers together."""
         ratios_2N = None
         if self.ratios:
             ratios_2N = torch.cat(self.ratios, dim=1).clamp(min=torch.finfo(torch.float64).tiny)
@@ -248,11 +245,8 @@ def own_pass(
     """Compares recorded logits with the model's own.
 
     Args:
-        lm: the target's.
-        cases: what was answered.
-        drafted: with the drafter.
         plain: by plain decoding; None if it was not run.
-        report: told what is going on.
+        report: receives progress messages.
 
     Raises:
         NotNumbersError: the model's own logits are not numbers.
@@ -260,14 +254,14 @@ def own_pass(
     tallies = {"drafted": _Tally(), "plain": _Tally()}
     sides = {"drafted": drafted} | ({} if plain is None else {"plain": plain})
     rounding, variances, figures, measured = list[Difference](), list[float](), list[Figures](), 0
-    for place, case in enumerate(cases):
-        report(f"the model's own pass: answer {place + 1} of {len(cases)}")
+    for index, case in enumerate(cases):
+        report(f"the model's own pass: answer {index + 1} of {len(cases)}")
         reads: dict[tuple[int, ...], _Read] = {}
         for name, answers in sides.items():
-            answer = answers[place]
+            answer = answers[index]
             text = tuple(answer.tokens)
             if text not in reads:
-                reads[text] = _read(lm, case, answer, is_measured=place < MEASURED)
+                reads[text] = _read(lm, case, answer, is_measured=index < MEASURED)
             tallies[name].add(answer.logits, reads[text])
         for read in reads.values():
             figures += [] if read.figures is None else [read.figures]
@@ -279,8 +273,8 @@ def own_pass(
     limit = limit_of(lm, variances)
     explained = limit
     if rounding:
-        more = max(ROUNDED.over(measured) / TYPICAL_FACTOR, 1.0)  # few places may have little rounding by chance
-        explained = explained_by(lm, rounding).times(more, more)
+        factor = max(ROUNDED.over(measured) / TYPICAL_FACTOR, 1.0)  # few positions may have little rounding by chance
+        explained = explained_by(lm, rounding).times(factor, factor)
     return OwnPass(
         dtype=str(lm.model.dtype).removeprefix("torch."),
         places=sum(len(answer.tokens) for answer in drafted),
@@ -295,7 +289,7 @@ def own_pass(
 
 
 def _read(lm: CausalLM, case: Case, answer: Recording, *, is_measured: bool) -> _Read:
-    """Reads an answer by the model's own code; where passes are in C++, only those of `MEASURED` answers."""
+    """Where passes are in C++, the model's own code reads only `MEASURED` answers."""
     if lm.native is not None:
         return _read_in_cpp(lm, case, answer, is_measured=is_measured)
     own_NV = own_logits(lm, case, answer)
@@ -317,7 +311,7 @@ def _read_in_cpp(lm: CausalLM, case: Case, answer: Recording, *, is_measured: bo
     in_cpp_NV = all_NV[of_answer]
     if not is_measured:
         return _Read(finer=None, coarser=None, in_cpp=lm.allowed(in_cpp_NV))
-    # One place says little of rounding: tokens of the prompt count where the answer has few.
+    # One position says little about rounding: tokens of the prompt count where the answer has few.
     last_NV = all_NV[-max(len(answer.tokens), TOKENS) :]
     readings = readings_of(lm.model, lm.native, text_N, positions_N, last_NV)
     figures = readings.figures(last_NV)

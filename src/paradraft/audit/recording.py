@@ -1,4 +1,4 @@
-"""Answers with the logits that their tokens were chosen by.
+"""Records answers together with the logits that their tokens were chosen by.
 
 Shape letters: B rows of a batch, N tokens of an answer, V vocabulary.
 """
@@ -24,7 +24,7 @@ from paradraft.tree import ABSENT
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One prompt with one seed."""
+    """One prompt with one seed; `number` counts prompts from 1."""
 
     number: int
     prompt: list[int]
@@ -40,11 +40,10 @@ class Recording:
 
 
 class NotNumbersError(Exception):
-    """Logits that no token can be chosen by.
+    """Raised for logits that no token can be chosen by.
 
     Args:
-        case: the answer.
-        position: number of the new token that was to be chosen, from 0.
+        position: index of the new token that was to be chosen, from 0.
         where: in which passes.
     """
 
@@ -65,15 +64,15 @@ def are_numbers(logits: Tensor) -> Tensor:
 
 
 class Recorder(Target):
-    """A target that remembers the logits by which each committed token was chosen."""
+    """A target that records the logits by which each committed token was chosen."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target.lm, target.tokenizer)
         self.rows: list[list[Tensor]] = []
-        """Of each prompt, the logits of its tokens."""
+        """For each prompt, the logits of its tokens."""
         self.not_numbers: list[tuple[int, int]] = []
-        """Prompts of the batch, and which of their new tokens was to be chosen by logits that are not numbers."""
-        self._numbers: list[int] = []
+        """Index of a prompt, and of its new token that was to be chosen by logits that are not numbers."""
+        self._prompt_of_row: list[int] = []
 
     def start(
         self,
@@ -83,12 +82,12 @@ class Recorder(Target):
     ) -> None:
         """See `Target`."""
         super().start(reserved_tokens, hidden_layers, prompt_hidden_layers)
-        self.rows, self.not_numbers, self._numbers = [], [], []
+        self.rows, self.not_numbers, self._prompt_of_row = [], [], []
 
     def join(self, requests: Sequence[Request], prefixes: Sequence[tuple[SavedRow, int] | None] = ()) -> Committed:
         """See `Target`."""
         committed = super().join(requests, prefixes)
-        self._numbers += range(len(self.rows), len(self.rows) + len(requests))
+        self._prompt_of_row += range(len(self.rows), len(self.rows) + len(requests))
         self.rows += [[] for _ in requests]
         return committed
 
@@ -96,21 +95,21 @@ class Recorder(Target):
         """See `Target`."""
         out = super().forward(draft)
         is_there_BM = torch.nn.functional.pad(draft.tokens != ABSENT, (1, 0), value=True)
-        # Looked at before a token is chosen: a rule need not be able to choose one.
+        # Checked before a token is chosen, because a rule may fail to choose one.
         is_wrong_BM = is_there_BM & ~are_numbers(out.logits)
-        self.not_numbers = [(number, len(self.rows[number])) for number in self._numbers_of(is_wrong_BM.any(1))]
+        self.not_numbers = [(prompt, len(self.rows[prompt])) for prompt in self._prompts_where(is_wrong_BM.any(1))]
         return out
 
     def commit(self, verdict: Verdict, out: TargetOut) -> Committed:
         """See `Target`."""
         wrong = []
-        for place, path in enumerate(to_lists(verdict.path)):
-            number = self._numbers[place]
-            new = out.logits[place, [0, *(node + 1 for node in path)]].clone()
+        for row, path in enumerate(to_lists(verdict.path)):
+            prompt = self._prompt_of_row[row]
+            new = out.logits[row, [0, *(node + 1 for node in path)]].clone()
             wrong += [
-                (number, len(self.rows[number]) + index) for index in (~are_numbers(new)).nonzero()[:, 0].tolist()
+                (prompt, len(self.rows[prompt]) + index) for index in (~are_numbers(new)).nonzero()[:, 0].tolist()
             ]
-            self.rows[number] += list(new)
+            self.rows[prompt] += list(new)
         # A rejected token may be followed by anything: the text does not depend on it.
         self.not_numbers = wrong
         return super().commit(verdict, out)
@@ -118,10 +117,10 @@ class Recorder(Target):
     def keep(self, rows: Tensor) -> None:
         """See `Target`."""
         super().keep(rows)
-        self._numbers = [self._numbers[row] for row in rows.tolist()]
+        self._prompt_of_row = [self._prompt_of_row[row] for row in rows.tolist()]
 
-    def _numbers_of(self, is_meant_B: Tensor) -> list[int]:
-        return [number for number, is_meant in zip(self._numbers, is_meant_B.tolist(), strict=True) if is_meant]
+    def _prompts_where(self, is_meant_B: Tensor) -> list[int]:
+        return [prompt for prompt, is_meant in zip(self._prompt_of_row, is_meant_B.tolist(), strict=True) if is_meant]
 
 
 def record(batch: Batch, target: Recorder, cases: list[Case], max_new_tokens: int, name: str) -> list[Recording]:
@@ -129,10 +128,9 @@ def record(batch: Batch, target: Recorder, cases: list[Case], max_new_tokens: in
 
     Args:
         batch: of the recording target, without rows.
-        target: the batch's.
         cases: one batch.
         max_new_tokens: tokens of an answer; end-of-sequence tokens do not end it.
-        name: what this way of answering is called.
+        name: of this way of answering, for error messages.
 
     Raises:
         NotNumbersError: a token was chosen by logits that are not numbers, or the engine refused to choose one.
@@ -157,5 +155,5 @@ def record(batch: Batch, target: Recorder, cases: list[Case], max_new_tokens: in
 
 def _check_numbers(target: Recorder, cases: list[Case], name: str) -> None:
     if target.not_numbers:
-        number, position = min(target.not_numbers, key=lambda found: found[1])
-        raise NotNumbersError(cases[number], position, name) from None
+        prompt, position = min(target.not_numbers, key=lambda pair: pair[1])
+        raise NotNumbersError(cases[prompt], position, name) from None

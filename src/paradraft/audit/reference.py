@@ -1,10 +1,10 @@
-"""The model's own passes over a whole text, as they are and with finer products.
+"""Runs the model's own passes over a whole text, as they are and with finer products.
 
 The reference is the Hugging Face model's plain forward pass: all tokens at once, without our cache, masks, positions,
-compiled passes or C++. How large rounding is in a dtype, for a model and a text, is measured without the engine: the
-same pass is made again with its products in another dtype, and the difference is what the coarser of the two dtypes
-rounds away. The tests of FlashAttention bound errors in the same way: by a multiple of the error that PyTorch's own
-attention makes in that dtype (https://github.com/Dao-AILab/flash-attention, `tests/test_flash_attn.py`).
+compiled passes or C++. The rounding of a dtype, for a model and a text, is measured without the engine: the same pass
+is made again with its products in another dtype, and the difference is what the coarser of the two dtypes rounds away.
+The tests of FlashAttention bound errors in the same way: by a multiple of the error that PyTorch's own attention makes
+in that dtype (https://github.com/Dao-AILab/flash-attention, `tests/test_flash_attn.py`).
 
 Shape letters: N tokens of an answer, V vocabulary.
 """
@@ -31,48 +31,48 @@ from paradraft.models.quantized import QuantizedTensor, numbers_of
 MEASURED = 8
 """Answers over which the rounding of a dtype is measured; two passes over a whole text each."""
 LARGEST_FACTORS = {torch.float64: 8.0, torch.float32: 8.0, torch.float16: 4.0, torch.bfloat16: 4.0}
-"""The largest difference between the engine and the model's own pass may be at most this many times the rounding of the
-dtype. Of honest passes of random models it was at most 2.7 times in float32 and 1.4 times in 16 bits. A fault is far
-larger than rounding in float32, so more room costs nothing there."""
+"""Bound on the largest difference between the engine and the model's own pass, times the rounding of the dtype. Correct
+passes of random models stayed below 2.7 in float32 and 1.4 in 16 bits. A fault is far larger than rounding in float32,
+so a larger bound costs nothing there."""
 TYPICAL_FACTOR = 3.0
-"""The same for the root mean square, which was at most 1.4 times."""
+"""The same for the root mean square, which was at most 1.4."""
 MOST_TYPICAL = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.0125, torch.bfloat16: 0.1}
-"""Never more than this is allowed as a root mean square, in standard deviations of the logits, going by what passes are
-rounded to; float16 has 3 more bits than bfloat16."""
+"""Bound on the root mean square, in standard deviations of the logits, by the dtype that passes round to; float16 has 3
+more bits than bfloat16."""
 MOST_LARGEST = 10.0
-"""Never more than this many times `MOST_TYPICAL` is allowed as the largest difference."""
+"""Bound on the largest difference, times `MOST_TYPICAL`."""
 OTHER_DTYPE = {
     torch.bfloat16: torch.float32,
     torch.float16: torch.float32,
     torch.float32: torch.float64,
     torch.float64: torch.float32,
 }
-"""In what the products are made for comparison. Nothing is finer than float64, whose norms and rotations
+"""The dtype of the products of the second pass. Nothing is finer than float64, whose norms and rotations
 `transformers` computes in float32 anyway: there the rounding of float32 is the measure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far logits are from others of the same places.
+    """Difference between two sets of logits at the same positions.
 
     Args:
-        largest: absolute value of the largest difference; infinite where one side is not a number.
-        root_mean_square: over all places and tokens.
+        largest: absolute value; infinite where one side is not a number.
+        root_mean_square: over all positions and tokens.
     """
 
     largest: float
     root_mean_square: float
 
     def within(self, other: Difference) -> bool:
-        """Whether neither figure exceeds another's."""
+        """Whether neither figure exceeds the other's."""
         return self.largest <= other.largest and self.root_mean_square <= other.root_mean_square
 
     def times(self, largest: float, root_mean_square: float) -> Difference:
-        """Both figures multiplied, each by its own factor."""
+        """Each figure times its own factor."""
         return Difference(largest=self.largest * largest, root_mean_square=self.root_mean_square * root_mean_square)
 
     def plus(self, other: Difference) -> Difference:
-        """Both figures with another's added."""
+        """The sum of each figure."""
         return Difference(
             largest=self.largest + other.largest, root_mean_square=self.root_mean_square + other.root_mean_square
         )
@@ -95,11 +95,9 @@ def own_logits(
     """The logits `[N, V]` by which the model itself would choose each token of an answer.
 
     Args:
-        lm: whose model it is; neither its cache nor its passes are used.
-        case: the prompt.
-        answer: its tokens are taken as they are, whoever chose them.
-        dtype: makes the products in this dtype instead of the model's.
-        all_rows: whether ids count that are no token, but rows of the output head: others may choose them.
+        lm: only its model is used, neither its cache nor its passes.
+        dtype: of the products; None for the model's.
+        all_rows: whether padding rows of the output head, which are no tokens, keep their logits.
 
     Raises:
         NotNumbersError: the model's logits are not numbers.
@@ -115,7 +113,7 @@ def own_logits(
 
 
 def difference(a_NV: Tensor, b_NV: Tensor) -> Difference:
-    """How far logits `[N, V]` differ; forbidden tokens, -inf on both sides, are equal.
+    """Difference of logits `[N, V]`; forbidden tokens, -inf on both sides, are equal.
 
     >>> difference(torch.tensor([[1.0, 0.0, 0.0, -torch.inf]]), torch.tensor([[5.0, 0.0, 0.0, -torch.inf]]))
     Difference(largest=4.0, root_mean_square=2.0)
@@ -125,7 +123,7 @@ def difference(a_NV: Tensor, b_NV: Tensor) -> Difference:
 
 
 def over_all(parts: Sequence[Difference]) -> Difference:
-    """Of all answers together; each counts alike, for they have the same number of tokens or nearly so."""
+    """Over all answers, with equal weights, because they have the same number of tokens or nearly so."""
     squares = [part.root_mean_square**2 for part in parts]
     return Difference(
         largest=max(part.largest for part in parts), root_mean_square=math.sqrt(sum(squares) / len(squares))
@@ -133,14 +131,16 @@ def over_all(parts: Sequence[Difference]) -> Difference:
 
 
 def can_compute_otherwise(lm: CausalLM) -> bool:
-    """Whether a model's products can be made in `OTHER_DTYPE`: Apple's GPUs have no float64, and some quantized weights
-    cannot be had in another dtype."""
+    """Whether a model's products can be made in `OTHER_DTYPE`.
+
+    Apple's GPUs have no float64, and some quantized weights have no other dtype.
+    """
     has_dtype = lm.device.type != "mps" or OTHER_DTYPE[lm.model.dtype] != torch.float64
     return has_dtype and all(_is_plain(weight) or hasattr(weight, "dequantize") for weight in lm.model.parameters())
 
 
 def rounded_to(lm: CausalLM) -> torch.dtype:
-    """The dtype that passes round to; what is multiplied with weights of few bits is rounded about as to bfloat16."""
+    """The dtype that passes round to; products with weights of few bits round about as bfloat16 does."""
     has_few_bits = any(isinstance(weight, QuantizedTensor) for weight in lm.model.parameters())
     return torch.bfloat16 if has_few_bits else lm.model.dtype
 
@@ -149,15 +149,14 @@ def limit_of(lm: CausalLM, variances: Sequence[float]) -> Difference:
     """The largest difference that may be called rounding, whatever is measured: a share of the logits' deviation.
 
     Args:
-        lm: the model's.
-        variances: of the logits of some texts.
+        variances: of the logits of each text.
     """
     typical = MOST_TYPICAL[rounded_to(lm)] * math.sqrt(sum(variances) / max(len(variances), 1))
     return Difference(largest=MOST_LARGEST * typical, root_mean_square=typical)
 
 
 def explained_by(lm: CausalLM, rounding: Sequence[Difference]) -> Difference:
-    """The difference between right passes that rounding explains: a multiple of what was measured of some texts."""
+    """The difference between correct passes that rounding explains: a multiple of what was measured."""
     return over_all(rounding).times(LARGEST_FACTORS[rounded_to(lm)], TYPICAL_FACTOR)
 
 
@@ -167,8 +166,7 @@ def _is_plain(weight: Tensor) -> bool:
 
 @contextmanager
 def _products_in(dtype: torch.dtype, model: PreTrainedModel) -> Iterator[None]:
-    """Inside, a model's products are made in this dtype; those of experts one by one, because grouped ones are in the
-    weights' own."""
+    """Makes a model's products in this dtype; experts run one by one, because grouped ones use the weights' dtype."""
     before = model.get_experts_implementation()
     if has_experts(model.config):
         model.set_experts_implementation("eager")
@@ -181,9 +179,9 @@ def _products_in(dtype: torch.dtype, model: PreTrainedModel) -> Iterator[None]:
 
 
 class _ProductsIn(TorchFunctionMode):
-    """Makes the products of linear layers in another dtype, one weight after the other: no second model is in memory.
+    """Makes the products of linear layers in another dtype, one weight at a time: no second model is in memory.
 
-    Between the products a model goes on in the finer of the two dtypes.
+    Between the products activations have the finer of the two dtypes.
     """
 
     def __init__(self, dtype: torch.dtype, own: torch.dtype) -> None:
@@ -197,8 +195,8 @@ class _ProductsIn(TorchFunctionMode):
         """See `TorchFunctionMode`."""
         if func is linear:
             return self._linear(*args, **(kwargs or {}))
-        made = func(*args, **(kwargs or {}))
-        return made.to(self.between) if func is embedding else made
+        output = func(*args, **(kwargs or {}))
+        return output.to(self.between) if func is embedding else output
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         whole: Any = weight
@@ -207,5 +205,5 @@ class _ProductsIn(TorchFunctionMode):
         elif not _is_plain(weight):  # torchao multiplies whole numbers and scales in float32 at most
             whole = whole.dequantize(output_dtype=torch.float32)
         whole = whole.to(self.dtype)
-        made = linear(input.to(self.dtype), whole, None if bias is None else bias.to(self.dtype))
-        return made.to(self.between)
+        output = linear(input.to(self.dtype), whole, None if bias is None else bias.to(self.dtype))
+        return output.to(self.between)

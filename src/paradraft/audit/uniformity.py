@@ -1,12 +1,11 @@
-"""Do sampled tokens have the target's distribution? A test whose false alarms are bounded exactly.
+"""Tests whether sampled tokens have the target's distribution, with an exact bound on false alarms.
 
-For each token x, with its conditional probabilities p given all tokens before it, let u be a number
-drawn uniformly from the piece of [0, 1] that belongs to x when the tokens are laid side by side, the
-likeliest first, each as wide as its p. If every token was drawn from its p, all u are independent
-and uniform (Rosenblatt 1952, "Remarks on a multivariate transformation"; Brockwell 2007 for discrete
-ones), as long as no two answers share their random numbers. Their empirical distribution then leaves
-a band of half-width e around the diagonal with probability at most 2 exp(-2 n e²), for every n
-(Dvoretzky, Kiefer & Wolfowitz 1956; Massart 1990).
+For each token x, with its conditional probabilities p given all tokens before it, let u be drawn uniformly from the
+interval of [0, 1] that belongs to x when the tokens are laid side by side, the likeliest first, each as wide as its p:
+the randomized probability integral transform (PIT). If every token was drawn from its p, all u are independent and
+uniform (Rosenblatt 1952, "Remarks on a multivariate transformation"; Brockwell 2007 for discrete ones), as long as no
+two answers share their random numbers. Their empirical distribution then leaves a band of half-width e around the
+diagonal with probability at most 2 exp(-2 n e²), for every n (Dvoretzky, Kiefer & Wolfowitz 1956; Massart 1990).
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ FALSE_ALARM = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Uniformity:
-    """A test of uniformity.
+    """Result of a test of uniformity.
 
     Args:
-        tokens: how many numbers were tested.
+        tokens: how many values were tested.
         distance: largest distance of their empirical distribution from the diagonal.
-        limit: which it exceeds with probability at most `false_alarm` if all is well.
-        false_alarm: that probability.
-        impossible: tokens whose probability was 0; one is enough to fail.
+        limit: exceeded with probability at most `false_alarm` if the tokens have the distribution.
+        impossible: tokens whose probability was 0; a single such token fails the test.
     """
 
     tokens: int
@@ -57,66 +55,58 @@ class Uniformity:
         return words + (f", and {self.impossible} tokens are impossible" if self.impossible else "")
 
 
-def uniformity(places: Tensor, most: int | None = None) -> Uniformity:
-    """Tests `[n]` numbers; those outside [0, 1] are of impossible tokens.
+def uniformity(values: Tensor, most: int | None = None) -> Uniformity:
+    """Tests PIT values `[n]`; those outside [0, 1] are of impossible tokens.
 
-    The bound holds for a number n that is fixed before. Where answers may end early, n depends on the tokens, so all
-    numbers that it could have been share the false alarms: the largest has half of them, the others have the rest.
+    The bound holds for an n that is fixed before. Where answers may end early, n depends on the tokens, so all possible
+    values of n share the false alarms: the largest has half of them, the others have the rest.
 
     Args:
-        places: the numbers.
-        most: how many there could have been; None if it was clear that there would be n.
+        most: largest n that was possible; None if n was fixed before.
 
     >>> uniformity((torch.arange(20_000) + 0.5) / 20_000).is_uniform
     True
     >>> uniformity(((torch.arange(20_000) + 0.5) / 20_000) ** 1.1).is_uniform
     False
     """
-    possible = places[(places >= 0) & (places <= 1)].sort().values
+    possible = values[(values >= 0) & (values <= 1)].sort().values
     n = max(len(possible), 1)
-    steps = torch.arange(len(possible) + 1, dtype=torch.float64, device=places.device) / n
+    steps = torch.arange(len(possible) + 1, dtype=torch.float64, device=values.device) / n
     distance = torch.maximum(steps[1:] - possible, possible - steps[:-1]).max() if len(possible) else torch.tensor(1.0)
-    share = 1.0 if most is None else 0.5 if len(places) >= most else 0.5 / most
+    share = 1.0 if most is None else 0.5 if len(values) >= most else 0.5 / most
     return Uniformity(
         tokens=len(possible),
         distance=float(distance),
         limit=math.sqrt(math.log(2 / (FALSE_ALARM * share)) / (2 * n)),
         false_alarm=FALSE_ALARM,
-        impossible=len(places) - len(possible),
+        impossible=len(values) - len(possible),
     )
 
 
 @torch.no_grad()
-def place_of_tokens(logits_NV: Tensor, request: Request, tokens: list[int], generator: torch.Generator) -> Tensor:
-    """The number u of each token of one answer, `[N]` in float64; 2 where the token is impossible.
-
-    Args:
-        logits_NV: `[N, V]` of the model's own pass over the whole text.
-        request: whose answer it is.
-        tokens: the answer.
-        generator: of the place within each token's piece.
-    """
+def pit_of_answer(logits_NV: Tensor, request: Request, tokens: list[int], generator: torch.Generator) -> Tensor:
+    """The PIT value u of each token of an answer, from logits `[N, V]` of the model's own pass; see `pit_values`."""
     device, N = logits_NV.device, len(tokens)
     answer = torch.tensor(tokens, device=device)
     before = torch.ones(N, N, dtype=torch.bool, device=device).tril(-1)
     p_NV = Sampler([request], device=device).probabilities(logits_NV[None], torch.where(before, answer, ABSENT)[None])[
         0
     ]
-    return places_of(p_NV, answer, generator)
+    return pit_values(p_NV, answer, generator)
 
 
-def places_of(p_NC: Tensor, columns_N: Tensor, generator: torch.Generator) -> Tensor:
-    """The number u of each token, `[N]` in float64; 2 where the token is impossible.
+def pit_values(p_NC: Tensor, columns_N: Tensor, generator: torch.Generator) -> Tensor:
+    """The PIT value u of each token, `[N]` in float64; 2 where the token is impossible.
 
     Args:
         p_NC: `[N, C]` conditional probabilities.
-        columns_N: `[N]`, where each token stands among them.
-        generator: of the place within each token's piece.
+        columns_N: `[N]`, the column of each token.
+        generator: of the position within each token's interval.
     """
     p_N1 = p_NC.gather(1, columns_N[:, None])
     likelier = p_NC.masked_fill(p_NC <= p_N1, 0.0).sum(1, keepdim=True)
     index = torch.arange(p_NC.shape[1], device=p_NC.device)
     tied = (p_NC.masked_fill((p_NC != p_N1) | (index >= columns_N[:, None]), 0.0)).sum(1, keepdim=True)
     chance = torch.rand(len(columns_N), 1, generator=generator, dtype=torch.float64)
-    places = likelier + tied + chance.to(p_NC.device) * p_N1
-    return places.masked_fill(p_N1 == 0, 2.0)[:, 0]
+    values = likelier + tied + chance.to(p_NC.device) * p_N1
+    return values.masked_fill(p_N1 == 0, 2.0)[:, 0]

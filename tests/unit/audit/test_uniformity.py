@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paradraft.audit import uniformity as module
 from paradraft.audit.server.tables import Table
-from paradraft.audit.uniformity import places_of, uniformity
+from paradraft.audit.uniformity import pit_values, uniformity
 
 ALARMS = 0.1
 """False alarms that can be counted."""
@@ -63,7 +63,7 @@ def texts(p_NC: Tensor, drawn_at: float, judged_at: float, *, cut: bool) -> Iter
         number = ends[0] + 1 if ends else len(tokens)
         part = table.at_temperature(judged_at).rows(0, number).merged(GROUPS, summed=True)
         generator = torch.Generator().manual_seed(AUDITS + seed)
-        yield places_of(part.logprobs.exp(), part.columns(tokens[:number]), generator)
+        yield pit_values(part.logprobs.exp(), part.columns(tokens[:number]), generator)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

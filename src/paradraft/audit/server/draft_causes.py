@@ -1,9 +1,9 @@
-"""Does a server draft as the draft does here? If not, which fault would draft as it does?
+"""Compares a server's drafts with those of the draft model here, and names the fault that explains a difference.
 
-A server streams the tokens of each pass of the target together, so that the length of a chunk tells how many drafted
-tokens were accepted. What the draft model drafts at the same place is computed here, in a plain pass of `transformers`
-over the whole text; greedily, both must be the same but for near-ties. Where they are not, the same pass is made with
-each of the faults that are known from engines, one at a time, and the fault that explains the server's chunks is named.
+A server streams the tokens of each pass of the target together, so the length of a chunk shows how many drafted tokens
+were accepted. The draft model's tokens at the same position are computed here, in a plain pass of `transformers` over
+the whole text; greedily, both must be the same but for near-ties. Where they are not, the same pass is made with each
+known fault of engines, one at a time, and the fault that explains the server's chunks is named.
 
 Shape letters: R rounds, N tokens of a pass, K drafted tokens, V vocabulary.
 """
@@ -22,19 +22,19 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from paradraft.audit.server.endpoint import Served
 
 EQUAL = 0.9
-"""The share of rounds that must be as expected; the draft has near-ties too, and they part engines."""
+"""Least share of rounds that must be as expected; the draft has near-ties too, and engines break them differently."""
 EXPLAINED = 0.85
-"""The share of rounds that a fault must explain to be named."""
+"""Least share of rounds that a fault must explain to be named."""
 MOST_ROUNDS = 160
-"""How many rounds are computed here at most, spread over all answers."""
+"""Most rounds that are computed here, spread over all answers."""
 SCREENED, FINALISTS = 16, 3
-"""Each fault is tried on so many rounds, half of them such that are not as expected, and the likest of them on all."""
+"""Each fault is tried on `SCREENED` rounds, half of them unexpected ones, and the best `FINALISTS` faults on all."""
 TOKENS_AT_ONCE, ROWS_AT_ONCE = 8192, 32
-"""Of a pass; each row has a few rows of logits, of 600 kB each where a vocabulary is large."""
+"""Limits of a pass; each row has a few rows of logits, of 600 kB each where a vocabulary is large."""
 NO_WINDOW = 2**20
-"""Tokens of a window that no text is longer than."""
+"""Tokens of a sliding window that is longer than any text."""
 FEWEST_LONG = 12
-"""Of rounds on either side of the length of training rows, before they are compared."""
+"""Least rounds on either side of the length of training rows for a comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class Round:
 
     Args:
         prompt: how many tokens of `text` are the prompt.
-        text: the tokens before it.
-        following: the tokens that the answer goes on with.
+        text: the tokens before this pass.
+        following: the tokens of the answer from this pass on.
         accepted: how many drafted tokens were accepted.
     """
 
@@ -56,18 +56,18 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Drafting:
-    """How a server drafts, beside what the draft drafts here.
+    """Drafting of a server, compared with that of the draft model here.
 
     Args:
         rounds: how many were compared.
         k: tokens drafted per round.
-        length: tokens per pass of the target: accepted ones, and one.
-        expected_length: the same, going by the draft here.
-        by_position: for each position, in which share of the rounds the server has accepted it.
-        expected_by_position: the same, going by the draft here.
-        equal: in which share of the rounds as many were accepted as are expected.
-        cause: why the server drafts otherwise, as a clause; None if it does not.
-        notes: what else was seen, a sentence each.
+        length: acceptance length: accepted tokens plus 1, per pass of the target.
+        expected_length: the same by the draft model here.
+        by_position: for each position, the share of rounds in which the server has accepted it.
+        expected_by_position: the same by the draft model here.
+        equal: share of rounds in which as many tokens were accepted as are expected.
+        cause: of a difference, as a clause; None if there is none.
+        notes: further remarks, a sentence each.
     """
 
     rounds: int
@@ -80,23 +80,23 @@ class Drafting:
     cause: str | None
     notes: tuple[str, ...] = ()
 
-    def noted(self, note: str) -> Drafting:
-        """The same with one more note."""
+    def with_note(self, note: str) -> Drafting:
+        """A copy with one more note."""
         return replace(self, notes=(*self.notes, note))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModel:
-    """A draft model, and how an engine is to use it.
+    """A draft model, and how an engine is to mode it.
 
     Args:
         model: a causal LM in inference.
         k: tokens drafted per round.
-        mask_id: its mask token; None for a model that drafts one token a pass.
-        known_ids: below it ids are tokens; further rows only fill the embedding up.
+        mask_id: its mask token; None for a model that drafts one token per pass.
+        known_ids: ids from there on are padding rows of the embedding.
         special: further ids that an engine could take for the mask, such as the end of a text.
-        training_rows: most tokens of the rows that it was trained on; None if that is not known.
-        is_k_known: whether an engine drafts `k` tokens; else it is at most these, and as many as it accepts at once.
+        training_rows: most tokens of the rows that it was trained on; None if unknown.
+        is_k_known: whether an engine drafts `k` tokens; else `k` is an upper limit.
     """
 
     model: PreTrainedModel
@@ -109,15 +109,15 @@ class DraftModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Use:
+class Mode:
     """One way to draft with a model: as it was trained, or with a fault.
 
     Args:
-        mask_id: what stands for the tokens to draft; None drafts one token a pass.
-        shift: the drafts are read so many rows later, or earlier.
-        advances: whether the masks have positions one after the other.
+        mask_id: the token in place of those to draft; None drafts one token per pass.
+        shift: offset in rows at which drafts are compared.
+        advances: whether the positions of the masks increase.
         reads_prompt: whether the draft model reads the prompt.
-        forbids: whether ids that are no token are never drafted.
+        forbids: whether padding rows are never drafted.
         changes: of the config that the model is built with.
     """
 
@@ -130,65 +130,64 @@ class Use:
 
 
 def rounds_of(served: Served, prompt: list[int]) -> list[Round]:
-    """The rounds of a greedy answer: its chunks but the first, in which nothing was drafted, and the last, which may be
-    cut."""
-    found = []
-    place = served.steps[0] if served.steps else 0
+    """The rounds of a greedy answer: its chunks but the first, before any draft, and the last, which may be cut."""
+    rounds = []
+    start = served.steps[0] if served.steps else 0
     for size in served.steps[1:-1]:
-        found.append(
+        rounds.append(
             Round(
-                prompt=len(prompt), text=prompt + served.tokens[:place], following=served.tokens[place:],
+                prompt=len(prompt), text=prompt + served.tokens[:start], following=served.tokens[start:],
                 accepted=size - 1,
             )
         )  # fmt: skip
-        place += size
-    return found
+        start += size
+    return rounds
 
 
-def compared(rounds: Sequence[Round], draft: DraftModel, report: Callable[[str], None]) -> Drafting:
-    """Compares the rounds of a server with what the draft drafts here, and looks for the cause where they differ.
+def compare(rounds: Sequence[Round], draft: DraftModel, report: Callable[[str], None]) -> Drafting:
+    """Compares the rounds of a server with the draft model here, and names the cause of a difference.
 
     Args:
         rounds: of greedy answers, at least one.
-        draft: what the server is to draft with.
-        report: told what is going on.
+        draft: the model that the server should draft with.
+        report: receives progress messages.
 
     Raises:
         ValueError: no chunk can be a round.
     """
     kept = rounds[:: max(1, -(-len(rounds) // MOST_ROUNDS))]
-    whole = [each for each in kept if each.accepted <= draft.k]
-    if not whole:
+    valid = [each for each in kept if each.accepted <= draft.k]
+    if not valid:
         raise ValueError(
             f"the server's chunks hold more than the {draft.k + 1} tokens of a round: let it send each pass by itself, "
             "or say with -k how many tokens it drafts"
         )
-    most = max(each.accepted for each in whole)
+    most = max(each.accepted for each in valid)
     if most and not draft.is_k_known:
         draft = replace(draft, k=most)
     rows = draft.model.get_input_embeddings().weight.shape[0]
-    if (largest := max(max(each.text) for each in whole)) >= rows:
+    if (largest := max(max(each.text) for each in valid)) >= rows:
         raise ValueError(f"the texts hold token {largest}, and the draft has {rows}: is it a draft of this model?")
     notes = []
-    if len(whole) < len(kept):
-        notes.append(f"{len(kept) - len(whole)} chunks hold more tokens than a round can give, and were left out.")
+    if len(valid) < len(kept):
+        notes.append(f"{len(kept) - len(valid)} chunks hold more tokens than a round can give, and were left out.")
     report("drafting as the draft does here")
-    sound = Use(mask_id=draft.mask_id)
-    expected = _accepted(whole, draft, sound)
-    equal = _equal(whole, expected)
-    cause = None if equal >= EQUAL else _cause(whole, draft, sound, expected, report)
-    if (note := _long_texts(whole, expected, draft)) is not None:
+    sound = Mode(mask_id=draft.mask_id)
+    expected = _accepted(valid, draft, sound)
+    equal = _equal(valid, expected)
+    cause = None if equal >= EQUAL else _cause(valid, draft, sound, expected, report)
+    if (note := _long_texts(valid, expected, draft)) is not None:
         notes.append(note)
-    seen = [each.accepted for each in whole]
+    seen = [each.accepted for each in valid]
     return Drafting(
-        rounds=len(whole), k=draft.k, length=1 + sum(seen) / len(seen), expected_length=1 + sum(expected) / len(seen),
+        rounds=len(valid), k=draft.k, length=1 + sum(seen) / len(seen), expected_length=1 + sum(expected) / len(seen),
         by_position=_shares(seen, draft.k), expected_by_position=_shares(expected, draft.k), equal=equal, cause=cause,
         notes=tuple(notes),
     )  # fmt: skip
 
 
 def _cause(
-    rounds: Sequence[Round], draft: DraftModel, sound: Use, expected: Sequence[int], report: Callable[[str], None]
+    rounds: Sequence[Round], draft: DraftModel, sound: Mode, expected: Sequence[int], report: Callable[[str], None]
 ) -> str:
     """The fault that explains the rounds best, as a clause; or that none does."""
     equal = _equal(rounds, expected)
@@ -197,27 +196,27 @@ def _cause(
         for same in (False, True)
     ]
     some = [each for side in sides for each in side[:: max(1, -(-len(side) // (SCREENED // 2)))]]
-    screened: list[tuple[float, str, Use]] = []
-    for name, use in _faults(draft, sound):
+    screened: list[tuple[float, str, Mode]] = []
+    for name, mode in _faults(draft, sound):
         report(f"drafting with a fault: {name.partition(':')[0]}")
-        screened.append((_equal(some, _accepted(some, draft, use)), name, use))
+        screened.append((_equal(some, _accepted(some, draft, mode)), name, mode))
     most = max(each.accepted for each in rounds)
-    shares = [(_equal(rounds, [0] * len(rounds)), _nothing(draft))]
+    shares = [(_equal(rounds, [0] * len(rounds)), _nothing_accepted(draft))]
     if most:
         fewer = f"fewer tokens: it drafts {most} tokens a round, not {draft.k}: set -k to what it drafts"
-        shares.append((_equal(rounds, [min(number, most) for number in expected]), fewer))
-    for _, name, use in sorted(screened, key=lambda share: -share[0])[:FINALISTS]:
-        shares.append((_equal(rounds, _accepted(rounds, draft, use)), name))
+        shares.append((_equal(rounds, [min(accepted, most) for accepted in expected]), fewer))
+    for _, name, mode in sorted(screened, key=lambda share: -share[0])[:FINALISTS]:
+        shares.append((_equal(rounds, _accepted(rounds, draft, mode)), name))
     best = max(share for share, _ in shares)
     words = "; or just as well: ".join(name for share, name in shares if share == best)
-    told = f"as many tokens are accepted as here in {equal:.0%} of {len(rounds)} rounds"
+    agreement = f"as many tokens are accepted as here in {equal:.0%} of {len(rounds)} rounds"
     if best >= EXPLAINED:
-        return f"{told}, and in {best:.0%} as many as with this fault: {words}"
+        return f"{agreement}, and in {best:.0%} as many as with this fault: {words}"
     likest = f"; the likest, in {best:.0%} of them: {words}" if best > equal else ""
-    return f"{told}, and none of the faults that are known explains it{likest}"
+    return f"{agreement}, and none of the faults that are known explains it{likest}"
 
 
-def _nothing(draft: DraftModel) -> str:
+def _nothing_accepted(draft: DraftModel) -> str:
     quantized = getattr(draft.model.config, "quantization_config", None) is not None
     return (
         "no drafted token is ever accepted: the engine has not loaded the weights of the draft, "
@@ -227,10 +226,10 @@ def _nothing(draft: DraftModel) -> str:
     )
 
 
-def _faults(draft: DraftModel, sound: Use) -> Iterator[tuple[str, Use]]:
+def _faults(draft: DraftModel, sound: Mode) -> Iterator[tuple[str, Mode]]:
     """Faults of engines, each as a clause and as a way to draft."""
     if draft.mask_id is not None:
-        yield "one token a pass: the engine does not draft in parallel, set parallel_drafting", Use(mask_id=None)
+        yield "one token a pass: the engine does not draft in parallel, set parallel_drafting", Mode(mask_id=None)
         near = (draft.mask_id - 1, draft.mask_id + 1, 0, draft.model.config.vocab_size - 1)
         others = dict.fromkeys((*draft.special, *near))
         for token in others:
@@ -252,7 +251,7 @@ def _faults(draft: DraftModel, sound: Use) -> Iterator[tuple[str, Use]]:
 
 
 def _faults_of_config(config: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The same that are another config beside the same weights."""
+    """Faults that a change of the config reproduces, with the same weights."""
     kinds = getattr(config, "layer_types", None)
     if getattr(config, "sliding_window", None) is not None and (kinds is None or "sliding_attention" in kinds):
         yield (
@@ -277,12 +276,12 @@ def _faults_of_config(config: PretrainedConfig) -> Iterator[tuple[str, dict[str,
 
 
 def _equal(rounds: Sequence[Round], expected: Sequence[int]) -> float:
-    """In which share of rounds as many tokens were accepted as are expected."""
-    return sum(each.accepted == number for each, number in zip(rounds, expected, strict=True)) / len(rounds)
+    """Share of rounds in which as many tokens were accepted as are expected."""
+    return sum(each.accepted == count for each, count in zip(rounds, expected, strict=True)) / len(rounds)
 
 
 def _shares(accepted: Sequence[int], k: int) -> tuple[float, ...]:
-    return tuple(sum(number > place for number in accepted) / len(accepted) for place in range(k))
+    return tuple(sum(count > position for count in accepted) / len(accepted) for position in range(k))
 
 
 def _long_texts(rounds: Sequence[Round], expected: Sequence[int], draft: DraftModel) -> str | None:
@@ -305,41 +304,40 @@ def _long_texts(rounds: Sequence[Round], expected: Sequence[int], draft: DraftMo
 
 
 @torch.no_grad()
-def _accepted(rounds: Sequence[Round], draft: DraftModel, use: Use) -> list[int]:
-    """How many drafted tokens the answers go on with, `[R]`."""
-    with _rebuilt(draft.model, use.changes) as model:
-        texts = [each.text if use.reads_prompt else each.text[each.prompt :] for each in rounds]
+def _accepted(rounds: Sequence[Round], draft: DraftModel, mode: Mode) -> list[int]:
+    """How many drafted tokens are those of the answers, `[R]`."""
+    with _rebuilt(draft.model, mode.changes) as model:
+        texts = [each.text if mode.reads_prompt else each.text[each.prompt :] for each in rounds]
         drafts_RK = (
-            _one_pass(model, texts, draft, use) if use.mask_id is not None else _passes(model, texts, draft, use)
+            _one_pass(model, texts, draft, mode) if mode.mask_id is not None else _passes(model, texts, draft, mode)
         )
-    found = []
+    accepted = []
     for each, tokens in zip(rounds, drafts_RK, strict=True):
         pairs = zip(tokens, each.following, strict=False)
-        found.append(
-            next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(each.following)))
+        accepted.append(
+            next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(each.following)))
         )
-    return found
+    return accepted
 
 
-def _one_pass(model: PreTrainedModel, texts: Sequence[list[int]], draft: DraftModel, use: Use) -> list[list[int]]:
-    """K tokens from one pass: the text, then masks; the text's last token says the first (PARD, section 3.1)."""
-    masks = draft.k - 1 + max(use.shift, 0)
-    rows = [[*text, *[use.mask_id or 0] * masks] for text in texts]
+def _one_pass(model: PreTrainedModel, texts: Sequence[list[int]], draft: DraftModel, mode: Mode) -> list[list[int]]:
+    """K tokens from one pass: the text, then masks; the text's last token predicts the first (PARD, section 3.1)."""
+    masks = draft.k - 1 + max(mode.shift, 0)
+    rows = [[*text, *[mode.mask_id or 0] * masks] for text in texts]
     positions = [
-        [*range(len(text)), *(len(text) + (place if use.advances else 0) for place in range(masks))] for text in texts
+        [*range(len(text)), *(len(text) + (index if mode.advances else 0) for index in range(masks))] for text in texts
     ]
-    begin = 0 if use.shift < 0 else use.shift
-    keep = masks + 1 + max(-use.shift, 0)
-    return [likeliest[begin : begin + draft.k] for likeliest in _likeliest(model, rows, positions, keep, draft, use)]
+    begin = 0 if mode.shift < 0 else mode.shift
+    keep = masks + 1 + max(-mode.shift, 0)
+    return [likeliest[begin : begin + draft.k] for likeliest in _likeliest(model, rows, positions, keep, draft, mode)]
 
 
-def _passes(model: PreTrainedModel, texts: Sequence[list[int]], draft: DraftModel, use: Use) -> list[list[int]]:
-    """K tokens from K passes."""
+def _passes(model: PreTrainedModel, texts: Sequence[list[int]], draft: DraftModel, mode: Mode) -> list[list[int]]:
     grown = [list(text) for text in texts]
     for _ in range(draft.k):
         positions = [list(range(len(text))) for text in grown]
         for text, likeliest in zip(
-            grown, _likeliest(model, grown, positions, 1 + max(-use.shift, 0), draft, use), strict=True
+            grown, _likeliest(model, grown, positions, 1 + max(-mode.shift, 0), draft, mode), strict=True
         ):
             text.append(likeliest[0])
     return [text[len(before) :] for text, before in zip(grown, texts, strict=True)]
@@ -351,13 +349,13 @@ def _likeliest(
     positions: Sequence[list[int]],
     keep: int,
     draft: DraftModel,
-    use: Use,
+    mode: Mode,
 ) -> list[list[int]]:
     """The likeliest token after each of the last `keep` tokens of each row, `[R, keep]`.
 
-    Rows are filled up at their beginning, which no token sees, so that the rows of logits that are needed are the last.
+    Rows are padded on the left, masked, so that the logits that are needed are the last.
     """
-    found: dict[int, list[int]] = {}
+    tokens_of_row: dict[int, list[int]] = {}
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     while order:
         longest = len(rows[order[-1]])
@@ -365,18 +363,18 @@ def _likeliest(
         some, order = order[-at_once:], order[:-at_once]
         gaps = [longest - len(rows[index]) for index in some]
         tokens = [[0] * gap + rows[index] for gap, index in zip(gaps, some, strict=True)]
-        places = [[0] * gap + positions[index] for gap, index in zip(gaps, some, strict=True)]
-        seen = [[0] * gap + [1] * (longest - gap) for gap in gaps]
+        position_ids = [[0] * gap + positions[index] for gap, index in zip(gaps, some, strict=True)]
+        mask = [[0] * gap + [1] * (longest - gap) for gap in gaps]
         logits = model(
-            torch.tensor(tokens, device=model.device), position_ids=torch.tensor(places, device=model.device),
-            attention_mask=torch.tensor(seen, device=model.device), use_cache=False, logits_to_keep=keep,
+            torch.tensor(tokens, device=model.device), position_ids=torch.tensor(position_ids, device=model.device),
+            attention_mask=torch.tensor(mask, device=model.device), use_cache=False, logits_to_keep=keep,
         ).logits  # fmt: skip
-        if use.forbids:
+        if mode.forbids:
             logits[..., draft.known_ids :] = -torch.inf
             if draft.mask_id is not None:
                 logits[..., draft.mask_id] = -torch.inf
-        found |= dict(zip(some, logits.argmax(2).tolist(), strict=True))
-    return [found[index] for index in range(len(rows))]
+        tokens_of_row |= dict(zip(some, logits.argmax(2).tolist(), strict=True))
+    return [tokens_of_row[index] for index in range(len(rows))]
 
 
 @contextmanager

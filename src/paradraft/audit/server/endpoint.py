@@ -1,9 +1,8 @@
-"""Asks an OpenAI-compatible server, and keeps what an audit judges: tokens, how likely the server says they were, and
-which of them came together.
+"""A client of OpenAI-compatible servers that keeps tokens, their log-probabilities, and the chunks they came in.
 
-Answers are streamed: engines that draft send one chunk for each pass of the target, with the drafted tokens that were
-accepted, and one more. Ids of tokens are asked for under vLLM's names. Servers that do not tell them name tokens by
-their texts; an answer is then read up to the first token whose text is that of several, which stands for all of those.
+Answers are streamed: engines that draft send one chunk per pass of the target, with the accepted drafted tokens and one
+more. Token ids are requested by vLLM's parameters. Servers without these name tokens by their texts; an answer is then
+read up to the first token whose text several tokens share, which stands for all of them.
 """
 
 from __future__ import annotations
@@ -32,32 +31,32 @@ EXTENSIONS: tuple[Mapping[str, object], ...] = (
     {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
     {},
 )
-"""What is asked beyond OpenAI's parameters, the first that a server takes: ids, and none of the settings that a model's
-generation config may bring along."""
+"""Parameters beyond OpenAI's; the first that a server accepts are used. They request token ids, and switch off settings
+of a model's generation config."""
 WORD = "▁"
-"""What some tokenizers write for the space before a word."""
+"""The space before a word, as some tokenizers write it."""
 BY_ID = "token_id:"
-"""What tokens are called that are named by their ids."""
+"""Prefix of the names of tokens that are named by their ids."""
 MOST_LIKELIEST = (20, 5, 1)
-"""Of how many tokens probabilities are asked for at most, the first that a server takes."""
+"""Values of `top_logprobs`, of which the first that a server accepts is used."""
 MOST_LOGPROB = 0.01
-"""Logarithms of probabilities are at most 0; so much more is rounding."""
+"""Log-probabilities are at most 0; up to here is rounding."""
 CONCURRENCY = 4
 UNKNOWN = (400, 422)
-"""The statuses of a server that does not know a parameter."""
+"""Statuses by which servers refuse a parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a server is asked.
+    """One request to a server.
 
     Args:
         number: of the prompt, from 1.
-        prompt: a text to go on with, token ids, or a conversation.
+        prompt: a text or token ids to continue, or a conversation.
         max_new_tokens: most tokens of the answer.
-        temperature: 0 for the likeliest tokens.
+        temperature: 0 for greedy decoding.
         seed: of the random numbers.
-        likeliest: of how many tokens the probabilities are asked for at each place.
+        likeliest: tokens per position whose log-probabilities are requested (`top_logprobs`).
     """
 
     number: int
@@ -74,8 +73,8 @@ class Question:
 
     @property
     def body(self) -> dict[str, Any]:
-        """What of it all servers know."""
-        asked: dict[str, Any] = {
+        """The parameters that all servers know."""
+        parameters: dict[str, Any] = {
             "max_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "top_p": 1.0,
@@ -84,8 +83,8 @@ class Question:
             "stream_options": {"include_usage": True},
         }
         if self.is_chat:
-            return asked | {"messages": self.prompt, "logprobs": True, "top_logprobs": self.likeliest}
-        return asked | {"prompt": self.prompt, "logprobs": self.likeliest}
+            return parameters | {"messages": self.prompt, "logprobs": True, "top_logprobs": self.likeliest}
+        return parameters | {"prompt": self.prompt, "logprobs": self.likeliest}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +92,15 @@ class Served:
     """One answer of a server, of N tokens.
 
     Args:
-        question: that it answers.
-        tokens: their ids, that of an end among them.
-        logprobs: the natural logarithm of the probability of each, as the server says; None where it does not.
-        likeliest: at each place, the likeliest tokens with the same.
+        tokens: ids, an end-of-sequence token included.
+        logprobs: natural logarithm of the probability of each, by the server; None where it gives none.
+        likeliest: at each position, the likeliest tokens with their log-probabilities.
         steps: how many tokens came with each chunk.
         has_ended: whether the model ended the answer.
-        is_named: whether it tells names of tokens, not their ids.
-        is_cut: whether the last of the tokens stands for any of those whose names are those of several.
+        is_named: whether the server gives names of tokens, not their ids.
+        is_cut: whether the last token stands for all tokens whose names are ambiguous.
         read: the ids of the prompt, as the server read them; None if it does not say.
-        prompt_tokens: how many there were of these; None if it does not say.
+        prompt_tokens: how many ids the server read; None if it does not say.
     """
 
     question: Question
@@ -119,14 +117,14 @@ class Served:
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """A server that is asked.
+    """The server that is audited, or the reference server.
 
     Args:
         url: up to and with the version, such as "http://localhost:8000/v1".
-        model: the name that it knows the model by.
+        model: name of the model on the server.
         tokenizer: the model's.
         end_ids: the tokens that end the model's texts.
-        rows: of the model's output head; those that are no token have no text either.
+        rows: of the model's output head; padding rows have no text.
         api_key: sent as a bearer token.
         timeout_s: most seconds of an answer.
     """
@@ -141,26 +139,26 @@ class Endpoint:
 
     @cached_property
     def forms(self) -> list[tuple[Mapping[str, object], int]]:
-        """Ways to ask that it has not refused yet: what is asked beyond OpenAI's parameters, and most likeliest."""
+        """Forms of a request not refused yet: parameters beyond OpenAI's, and most `top_logprobs`."""
         return [(extension, most) for most in MOST_LIKELIEST for extension in EXTENSIONS]
 
     @cached_property
     def ids_of(self) -> Mapping[str, list[int]]:
-        """The tokens by their texts, for servers that do not tell ids.
+        """The tokens by their texts, for servers that give no ids.
 
         Servers write a space before the word of a token that begins one, or leave it out.
         """
-        found: dict[str, list[int]] = {}
+        ids: dict[str, list[int]] = {}
         for token in sorted(self.tokenizer.get_vocab().values()):
             piece = str(self.tokenizer.convert_ids_to_tokens(token))
             text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
             for form in {text, piece.replace(WORD, " ") if piece.startswith(WORD) else text}:
-                found.setdefault(form, []).append(token)
-        return found
+                ids.setdefault(form, []).append(token)
+        return ids
 
     @cached_property
-    def nameless(self) -> frozenset[int]:
-        """The tokens whose text is that of others too, or none, such as those of a part of a character."""
+    def ambiguous(self) -> frozenset[int]:
+        """Tokens without a text of theirs alone: those that share it, or have none, such as a part of a character."""
         added = self.tokenizer.added_tokens_decoder
         silent = {token for token in added if added[token].special and token not in self.end_ids}
         return (
@@ -171,18 +169,19 @@ class Endpoint:
 
     def check(self) -> None:
         """Raises ValueError if it cannot be reached, or does not know the model."""
-        asked = CheckedEndpoint(url=self.url, model=self.model, sampling=GREEDY, max_new_tokens=1, api_key=self.api_key)
-        asked.check([])
+        checked = CheckedEndpoint(
+            url=self.url, model=self.model, sampling=GREEDY, max_new_tokens=1, api_key=self.api_key
+        )
+        checked.check([])
 
     def answers(
         self, questions: Sequence[Question], report: Callable[[int], None], concurrency: int = CONCURRENCY
     ) -> list[Served]:
-        """Asks for all of them.
+        """Sends all questions, and returns their answers in the same order.
 
         Args:
-            questions: are asked in order.
-            report: told how many are answered.
-            concurrency: how many at a time.
+            report: receives the number of answers so far.
+            concurrency: most questions at a time.
 
         Raises:
             ValueError: the server refuses a question, does not answer it, or gives no probabilities.
@@ -192,7 +191,7 @@ class Endpoint:
     async def _answers(
         self, questions: Sequence[Question], report: Callable[[int], None], concurrency: int
     ) -> list[Served]:
-        found: dict[int, Served] = {}
+        served: dict[int, Served] = {}
         left = iter(enumerate(questions))
         headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
         limits = httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
@@ -203,8 +202,8 @@ class Endpoint:
 
             async def work() -> None:
                 for index, question in left:
-                    found[index] = await reader.answer(question)
-                    report(len(found))
+                    served[index] = await reader.answer(question)
+                    report(len(served))
 
             try:
                 async with asyncio.TaskGroup() as group:
@@ -212,16 +211,16 @@ class Endpoint:
                         group.create_task(work())
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-        return [found[index] for index in range(len(questions))]
+        return [served[index] for index in range(len(questions))]
 
 
 def is_unreadable(name: str) -> bool:
-    """Whether a text does not tell which token it is of: none at all, or a part of a character."""
+    """Whether a text identifies no token: it is empty, or a part of a character."""
     return not name or REPLACEMENT in name
 
 
 class _Reader:
-    """Asks by one client."""
+    """Sends questions by one client, and reads the streams of answers."""
 
     def __init__(self, endpoint: Endpoint, client: httpx2.AsyncClient) -> None:
         self._endpoint, self._client = endpoint, client
@@ -233,37 +232,38 @@ class _Reader:
             async with asyncio.timeout(endpoint.timeout_s):
                 while True:
                     form = extension, most = endpoint.forms[0]
-                    asked = replace(question, likeliest=min(question.likeliest, most))
-                    body = {"model": endpoint.model, **asked.body, **extension}
+                    limited = replace(question, likeliest=min(question.likeliest, most))
+                    body = {"model": endpoint.model, **limited.body, **extension}
                     stream = self._client.stream("POST", f"{endpoint.url.rstrip('/')}{path}", json=body)
                     async with stream as response:
                         if response.status_code == 200:
                             return self._served(question, [event async for event in _events(response)])
                         await response.aread()
                     if response.status_code not in UNKNOWN or form is last:
-                        told = f"status {response.status_code}: {complaint_of(response)}"
-                        raise ValueError(f"endpoint {endpoint.url} gives {told}")
-                    if endpoint.forms[0] is form:  # another question may have found out already
+                        message = f"status {response.status_code}: {complaint_of(response)}"
+                        raise ValueError(f"endpoint {endpoint.url} gives {message}")
+                    if endpoint.forms[0] is form:  # unless another question has removed it already
                         endpoint.forms.pop(0)
         except TimeoutError:
-            told = f"endpoint {endpoint.url} has not answered prompt {question.number} within {endpoint.timeout_s:g} s"
-            raise ValueError(told) from None
+            message = (
+                f"endpoint {endpoint.url} has not answered prompt {question.number} within {endpoint.timeout_s:g} s"
+            )
+            raise ValueError(message) from None
         except httpx2.HTTPError as error:
-            told = str(error).strip() or type(error).__name__
-            raise ValueError(f"endpoint {endpoint.url} broke off at prompt {question.number}: {told}") from None
+            reason = str(error).strip() or type(error).__name__
+            raise ValueError(f"endpoint {endpoint.url} broke off at prompt {question.number}: {reason}") from None
 
     def _served(self, question: Question, events: Sequence[dict[str, Any]]) -> Served:
-        """An answer, from the events of its stream."""
         entries: list[_Entry] = []
         steps: list[int] = []
         read = prompt_tokens = reason = None
         for event in events:
             try:
                 if isinstance(usage := event.get("usage"), dict):
-                    prompt_tokens = _number(usage.get("prompt_tokens"), prompt_tokens)
-                read = _numbers(event.get("prompt_token_ids"), read)
+                    prompt_tokens = _integer(usage.get("prompt_tokens"), prompt_tokens)
+                read = _ids(event.get("prompt_token_ids"), read)
                 for choice in event.get("choices") or ():
-                    read = _numbers(choice.get("prompt_token_ids"), read)
+                    read = _ids(choice.get("prompt_token_ids"), read)
                     reason = choice.get("finish_reason") or reason
                     new = self._entries(choice)
                     entries += new
@@ -285,10 +285,10 @@ class _Reader:
         elif has_ended and ends and not (entries and entries[-1].token in ends):  # and some not at all
             entries.append(_Entry(name="", token=min(ends), logprob=None, likeliest={}, is_named=False))
             steps = [*steps[:-1], steps[-1] + 1] if steps else [1]
-        number = next((place for place, entry in enumerate(entries) if entry.token is None), len(entries))
-        if is_cut := number < len(entries):
-            cut = replace(entries[number], token=self._nameless(entries[number].name), logprob=None, likeliest={})
-            entries, steps = [*entries[:number], cut], []
+        known = next((index for index, entry in enumerate(entries) if entry.token is None), len(entries))
+        if is_cut := known < len(entries):
+            cut = replace(entries[known], token=self._ambiguous(entries[known].name), logprob=None, likeliest={})
+            entries, steps = [*entries[:known], cut], []
         return Served(
             question=question, tokens=[entry.token for entry in entries if entry.token is not None],
             logprobs=[entry.logprob for entry in entries], likeliest=[entry.likeliest for entry in entries],
@@ -298,8 +298,8 @@ class _Reader:
 
     def _entries(self, choice: Mapping[str, Any]) -> list[_Entry]:
         """The tokens of a chunk."""
-        told, ids = choice.get("logprobs"), choice.get("token_ids")
-        rows = _rows(told) if told else []
+        logprobs, ids = choice.get("logprobs"), choice.get("token_ids")
+        rows = _rows(logprobs) if logprobs else []
         if not rows:
             if ids or choice.get("text") or (choice.get("delta") or {}).get("content"):
                 raise ValueError(
@@ -312,7 +312,7 @@ class _Reader:
         return [
             _Entry(
                 name=name,
-                token=self._id(name, known if ids is None else ids[place]),
+                token=self._id(name, known if ids is None else ids[index]),
                 logprob=_logprob(logprob),
                 likeliest={
                     token: _logprob(value)
@@ -321,31 +321,31 @@ class _Reader:
                 },
                 is_named=ids is None and known is None and not name.startswith(BY_ID),
             )
-            for place, (name, known, logprob, best) in enumerate(rows)
+            for index, (name, known, logprob, best) in enumerate(rows)
         ]
 
-    def _nameless(self, name: str) -> int:
-        """A token that stands for all of those that a name does not tell apart."""
-        nameless = self._endpoint.nameless
-        if nameless and (is_unreadable(name) or name in self._endpoint.ids_of):
-            return min(nameless)
+    def _ambiguous(self, name: str) -> int:
+        """The token that stands for all those whose names are ambiguous."""
+        ambiguous = self._endpoint.ambiguous
+        if ambiguous and (is_unreadable(name) or name in self._endpoint.ids_of):
+            return min(ambiguous)
         raise ValueError(
             f"endpoint {self._endpoint.url} names a token {one_line(name)}, which the tokenizer of the target does not "
             "have: is it the same model (--target)?"
         )
 
     def _id(self, name: str, known: int | None) -> int | None:
-        """The id of a token; None if its text is that of several, or of none."""
+        """The id of a token; None if several share its text, or none has it."""
         if known is not None:
             return _token(known)
         if name.startswith(BY_ID):
             return _token(name.removeprefix(BY_ID))
         ids = self._endpoint.ids_of.get(name, [])
-        return ids[0] if len(ids) == 1 and ids[0] not in self._endpoint.nameless else None
+        return ids[0] if len(ids) == 1 and ids[0] not in self._endpoint.ambiguous else None
 
 
 class _UnreadableError(Exception):
-    """What a server tells is not what it should be."""
+    """Raised for parts of an answer that do not have OpenAI's form."""
 
 
 def _token(value: Any) -> int:
@@ -357,26 +357,26 @@ def _token(value: Any) -> int:
 
 def _logprob(value: Any) -> float:
     try:
-        found = float(value)
+        logprob = float(value)
     except (TypeError, ValueError):
         raise _UnreadableError from None
-    if math.isnan(found) or found > MOST_LOGPROB:
+    if math.isnan(logprob) or logprob > MOST_LOGPROB:
         raise _UnreadableError
-    return found
+    return logprob
 
 
-def _number(value: Any, otherwise: int | None) -> int | None:
-    return value if isinstance(value, int) else otherwise
+def _integer(value: Any, default: int | None) -> int | None:
+    return value if isinstance(value, int) else default
 
 
-def _numbers(value: Any, otherwise: list[int] | None) -> list[int] | None:
-    is_read = isinstance(value, list) and bool(value) and all(isinstance(token, int) for token in value)
-    return value if is_read else otherwise
+def _ids(value: Any, default: list[int] | None) -> list[int] | None:
+    is_ids = isinstance(value, list) and bool(value) and all(isinstance(token, int) for token in value)
+    return value if is_ids else default
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """A token, as a chunk tells it; `token` is None if its name does not say which it is."""
+    """A token of a chunk; `token` is None if its name does not identify it."""
 
     name: str
     token: int | None
@@ -385,9 +385,9 @@ class _Entry:
     is_named: bool
 
 
-def _rows(told: Any) -> list[tuple[str, int | None, float, list[tuple[str, int | None, float]]]]:
-    """Name, id, logarithm, and the same of the likeliest tokens, of each token of a chunk, in either of the forms."""
-    if "content" in told:
+def _rows(logprobs: Any) -> list[tuple[str, int | None, float, list[tuple[str, int | None, float]]]]:
+    """Name, id, log-probability, and the same of the likeliest tokens, of each token of a chunk in either form."""
+    if "content" in logprobs:
         return [
             (
                 entry["token"],
@@ -395,20 +395,20 @@ def _rows(told: Any) -> list[tuple[str, int | None, float, list[tuple[str, int |
                 entry["logprob"],
                 [(each["token"], each.get("id"), each["logprob"]) for each in entry.get("top_logprobs") or ()],
             )
-            for entry in told["content"] or ()
+            for entry in logprobs["content"] or ()
         ]
-    best = told.get("top_logprobs") or [None] * len(told["tokens"])
-    if not len(told["tokens"]) == len(told["token_logprobs"]) == len(best):
+    best = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
+    if not len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(best):
         raise _UnreadableError
     return [
         (name, None, logprob, [(other, None, value) for other, value in (likeliest or {}).items()])
-        for name, logprob, likeliest in zip(told["tokens"], told["token_logprobs"], best, strict=True)
+        for name, logprob, likeliest in zip(logprobs["tokens"], logprobs["token_logprobs"], best, strict=True)
     ]
 
 
 async def _events(response: httpx2.Response) -> Any:
-    """The objects of a stream."""
-    is_told = False
+    """The JSON objects of a stream."""
+    has_events = False
     async for line in response.aiter_lines():
         data = line.removeprefix("data:").strip()
         if not line.startswith("data:") or data == "[DONE]":
@@ -421,7 +421,7 @@ async def _events(response: httpx2.Response) -> Any:
             raise ValueError(f"{response.url}: an event of the stream is no JSON object: {one_line(data)}")
         if "error" in event:
             raise ValueError(f"{response.url}: the answer broke off: {one_line(event['error'])}")
-        is_told = True
+        has_events = True
         yield event
-    if not is_told:
+    if not has_events:
         raise ValueError(f"{response.url}: the answer is no stream of events: is it OpenAI-compatible?")

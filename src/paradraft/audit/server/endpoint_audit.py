@@ -1,4 +1,4 @@
-"""The audit of a server: asks it, finds out what it has read and how it drafts, and has its answers judged."""
+"""Audits a server: asks it, checks its prompts and its drafting, and has its answers judged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.audit.server.counters import Counters, counters_of, fault_of_counters
-from paradraft.audit.server.draft_causes import Drafting, DraftModel, compared, rounds_of
+from paradraft.audit.server.draft_causes import Drafting, DraftModel, compare, rounds_of
 from paradraft.audit.server.endpoint import Endpoint, Question, Served
 from paradraft.audit.server.prompt_causes import expected_ids, fault_of_prompt, fault_that_fits
 from paradraft.audit.server.served import Read, ServedReport, fits, judge
@@ -31,35 +31,34 @@ def audit_endpoint(
     """Audits a server.
 
     Args:
-        endpoint: the server.
-        reference: whose answers it must give.
-        prompts: texts to go on with, and conversations to answer.
-        samples: how many sampled answers each prompt gets, beside the greedy one.
+        reference: the model or server whose answers it must give.
+        prompts: texts to continue, and conversations to answer.
+        samples: sampled answers per prompt, beside the greedy one.
         max_new_tokens: most tokens of an answer.
         temperature: of the sampled answers.
-        seed: of the first sampled answer, the next one has the next.
-        draft: what the server is to draft with; None does not look at how it drafts.
+        seed: of the first sampled answer; each has the next.
+        draft: the model that the server should draft with; None skips the check of its drafts.
         draft_tokenizer: the draft's; None without one.
-        report: told what is going on.
+        report: receives progress messages.
 
     Raises:
         ValueError: the server or the reference does not answer, or not as it must for an audit.
     """
     read_by_model = [expected_ids(prompt, endpoint.tokenizer) for prompt in prompts]
-    asked = [
+    questions = [
         Question(number=number, prompt=prompt, max_new_tokens=max_new_tokens)
         for number, prompt in enumerate(prompts, start=1)
     ]
     before = counters_of(endpoint)
-    # One at a time where rounds are looked at: chunks that wait for each other are sent together.
+    # One at a time where rounds are compared: chunks that wait for each other are sent together.
     greedy = alone = endpoint.answers(
-        asked,
-        lambda done: report(f"greedy answers: {done} of {len(asked)}"),
+        questions,
+        lambda done: report(f"greedy answers: {done} of {len(questions)}"),
         **({} if draft is None else {"concurrency": 1}),
     )
     after = counters_of(endpoint)
-    if draft is not None:  # and together, for some faults need a batch; what is the same again shows nothing more
-        again = endpoint.answers(asked, lambda done: report(f"the same together: {done} of {len(asked)}"))
+    if draft is not None:  # and together, for some faults need a batch; equal answers show nothing more
+        again = endpoint.answers(questions, lambda done: report(f"the same together: {done} of {len(questions)}"))
         greedy = [*alone, *(new for new, old in zip(again, alone, strict=True) if new.tokens != old.tokens)]
     chances = [
         Question(
@@ -95,7 +94,7 @@ def audit_endpoint(
         fault = likely or fault
     drafting = None if draft is None else _drafting(known(alone), draft, (before, after), report)
     is_named = any(served.is_named for served in (*greedy, *sampled))
-    groups = [group for group in (endpoint.end_ids, endpoint.nameless if is_named else ()) if group]
+    groups = [group for group in (endpoint.end_ids, endpoint.ambiguous if is_named else ()) if group]
     return judge(
         known(greedy), known(sampled), reference, groups=groups, temperature=temperature, prompts=fault,
         drafting=drafting, report=report,
@@ -111,6 +110,6 @@ def _drafting(
     rounds = [each for read in greedy for each in rounds_of(read.served, read.prompt)]
     if not rounds:
         raise ValueError("the answers are too short to have rounds that could be compared: ask for more tokens")
-    found = compared(rounds, draft, report)
+    drafting = compare(rounds, draft, report)
     note = fault_of_counters(*counters, [read.served for read in greedy], draft.k)
-    return found if note is None else found.noted(note)
+    return drafting if note is None else drafting.with_note(note)

@@ -1,7 +1,7 @@
-"""Has a server read the prompt that it was asked? If not, which other way to write it gives what it has read?
+"""Checks that a server has read the prompt that was sent, and names the wrong encoding that explains a difference.
 
-Texts are read as the model's tokenizer reads them, conversations as its chat template writes them. A server may say
-which ids it has read, or how many.
+Texts are encoded by the model's tokenizer, conversations by its chat template. A server may say which ids it has read,
+or how many.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from paradraft.text.chat_template import Message, ask_tokens, names, template_of
 from paradraft.text.tokenization import encode_prompt
 
 SWITCHES = ("enable_thinking", "thinking")
-"""What chat templates call the switch of a model that can think before it answers."""
+"""Names of the chat template variable that makes a model think before it answers."""
 SYSTEMS = ("", "You are a helpful assistant.", "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.")
-"""System messages that servers put before a conversation that has none."""
+"""System messages that servers add to a conversation without one."""
 
 
 def expected_ids(prompt: str | list[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the model reads of a prompt, by its own tokenizer and chat template.
+    """The ids of a prompt by the model's own tokenizer and chat template.
 
     Raises:
         ValueError: it has no chat template, or refuses a conversation.
@@ -40,12 +40,10 @@ def fault_of_prompt(
     tokenizer: PreTrainedTokenizerBase,
     draft: PreTrainedTokenizerBase | None,
 ) -> str | None:
-    """What is wrong with the prompt that a server has read, as a clause; None if it is the right one, or not told.
+    """What is wrong with the prompt that a server has read, as a clause; None if nothing is, or it does not say.
 
     Args:
-        served: an answer to it.
-        prompt: what was asked.
-        tokenizer: the model's.
+        prompt: as it was sent.
         draft: the draft model's, whose chat template may be another; None without one.
     """
     expected = expected_ids(prompt, tokenizer)
@@ -55,21 +53,23 @@ def fault_of_prompt(
         for name, ids in _other_ways(prompt, expected, tokenizer, draft):
             if served.read == ids:
                 return f"{name} (prompt {served.question.number})"
-        place = next(
+        start = next(
             (n for n, (a, b) in enumerate(zip(served.read, expected, strict=False)) if a != b),
             min(len(served.read), len(expected)),
         )
-        theirs, ours = (one_line(tokenizer.decode(ids[place : place + 8])) for ids in (served.read, expected))
+        theirs, ours = (one_line(tokenizer.decode(ids[start : start + 8])) for ids in (served.read, expected))
         return (
             f"of prompt {served.question.number} it reads {len(served.read)} tokens, not {len(expected)}, and from "
-            f"token {place} on {theirs}, not {ours}"
+            f"token {start} on {theirs}, not {ours}"
         )
     if served.prompt_tokens is None or served.prompt_tokens == len(expected):
         return None
-    told = f"it reads {served.prompt_tokens} tokens of prompt {served.question.number}, not {len(expected)}"
+    clause = f"it reads {served.prompt_tokens} tokens of prompt {served.question.number}, not {len(expected)}"
     same = [name for name, ids in _other_ways(prompt, expected, tokenizer, draft) if len(ids) == served.prompt_tokens]
     return (
-        f"{told}, as many as with this fault: {' (or this: '.join(same[:2])}{')' * (len(same) > 1)}" if same else told
+        f"{clause}, as many as with this fault: {' (or this: '.join(same[:2])}{')' * (len(same) > 1)}"
+        if same
+        else clause
     )
 
 
@@ -80,15 +80,15 @@ def fault_that_fits(
     draft: PreTrainedTokenizerBase | None,
     fits: Callable[[list[int]], bool],
 ) -> str | None:
-    """The same for a server that does not tell ids, going by how likely it finds its answer; None if it is the right
-    prompt, or none of the wrong ones that are known.
+    """The same for a server that gives no ids, judged by the log-probabilities of its answer.
+
+    Returns:
+        None if the prompt is the right one, or none of the known wrong ones.
 
     Args:
-        served: an answer.
-        prompt: what was asked.
-        tokenizer: the model's.
+        prompt: as it was sent.
         draft: the draft model's; None without one.
-        fits: whether what the server tells of its answer is what the model tells of it after such a prompt.
+        fits: whether the server's log-probabilities of its answer are the model's after a prompt of these ids.
     """
     expected = expected_ids(prompt, tokenizer)
     if fits(expected):
@@ -105,7 +105,7 @@ def _other_ways(
     tokenizer: PreTrainedTokenizerBase,
     draft: PreTrainedTokenizerBase | None,
 ) -> Iterator[tuple[str, list[int]]]:
-    """Wrong ways to read a prompt, the likely ones first: each as a clause, and the ids that it gives."""
+    """Wrong encodings of a prompt, the likely ones first: each as a clause, and its ids."""
     bos = tokenizer.bos_token_id
     if bos is not None:
         yield "the beginning-of-text token stands there twice: let the server add none", [bos, *expected]
@@ -115,8 +115,8 @@ def _other_ways(
         yield "an end-of-text token stands after the prompt", [*expected, tokenizer.eos_token_id]
     if isinstance(prompt, str):
         if tokenizer.chat_template:
-            asked = [{"role": "user", "content": prompt}]
-            yield from _written("the chat template is put around a plain text", asked, tokenizer, {})
+            messages = [{"role": "user", "content": prompt}]
+            yield from _written("the chat template is put around a plain text", messages, tokenizer, {})
         return
     template = str(tokenizer.get_chat_template())
     for switch in SWITCHES:
@@ -125,8 +125,8 @@ def _other_ways(
     if draft is not None and draft.chat_template and draft.chat_template != tokenizer.chat_template:
         yield from _written("the draft's chat template is used, not the target's", prompt, draft, {})
     for system in SYSTEMS if prompt[0].get("role") != "system" else ():
-        asked = [{"role": "system", "content": system}, *prompt]
-        yield from _written(f"a system message is put before it, {one_line(system)}", asked, tokenizer, {})
+        messages = [{"role": "system", "content": system}, *prompt]
+        yield from _written(f"a system message is put before it, {one_line(system)}", messages, tokenizer, {})
     text = "\n".join(str(message["content"]) for message in prompt)
     yield "no chat template is used", encode_prompt(text, tokenizer)
     try:
@@ -139,7 +139,7 @@ def _other_ways(
 def _written(
     name: str, messages: list[Message], tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]
 ) -> Iterator[tuple[str, list[int]]]:
-    """A way that a template writes a conversation; nothing if it refuses to."""
+    """An encoding by a chat template; nothing if the template refuses the conversation."""
     try:
         yield f"another chat template or flag: {name}", ask_tokens(messages, template_of(tokenizer, variables))
     except ValueError:

@@ -1,10 +1,9 @@
-"""Does a server give the model's own answers? Judges what any OpenAI-compatible server says, whoever wrote it.
+"""Judges whether a server gives the model's own answers.
 
-Every token of its greedy answers must be the reference's likeliest after the tokens before it, up to ties; how near
-tokens must be to be a tie is measured, by how far the probabilities that the server tells are from the reference's.
-Tokens that it samples must have the reference's distribution: the test of `uniformity.py`, whose false alarms are
-bounded. The same test at another temperature is the control, which it must fail: where it does not, there were too few
-tokens to show anything.
+Every token of its greedy answers must be the reference's likeliest after the tokens before it, up to ties; the width of
+a tie is measured by the distance of the server's log-probabilities from the reference's. Tokens that it samples must
+have the reference's distribution: the test of `uniformity.py`, whose false alarms are bounded. The same test at another
+temperature is the control, which it must fail: where it does not, there were too few tokens to show anything.
 """
 
 from __future__ import annotations
@@ -22,31 +21,31 @@ from paradraft.audit.reference import Difference
 from paradraft.audit.server.draft_causes import Drafting
 from paradraft.audit.server.endpoint import Served
 from paradraft.audit.server.tables import PLACES, Reference, Table
-from paradraft.audit.uniformity import Uniformity, places_of, uniformity
+from paradraft.audit.uniformity import Uniformity, pit_values, uniformity
 from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 
 CONTROL = 0.7
-"""The control has this times the temperature."""
+"""Factor on the temperature for the control."""
 LEAST_TIE = 1e-4
-"""Logarithms of probabilities that are this near are a tie anyhow: servers write few digits. What a server itself tells
-of its tokens needs no more room: they are chosen by the same numbers."""
+"""Log-probabilities this near are always a tie, because servers write few digits. A server's own log-probabilities need
+no wider tie: its tokens are chosen by the same numbers."""
 MOST_DIGITS, FEWEST_DIGITS = 4, 2
-"""Servers may round what they tell to so many digits after the point; with fewer, a fault could hide in them."""
+"""Digits after the point to which servers may round log-probabilities; with fewer, a fault could hide."""
 FEWEST = 0.5
-"""The least share of the tokens of greedy answers that must be compared."""
+"""Least share of the tokens of greedy answers that must be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preference:
-    """A place of a greedy answer where the reference prefers another token.
+    """A token of a greedy answer where the reference prefers another.
 
     Args:
-        prompt: number of the prompt, from 1.
-        position: number of the token, from 0.
+        prompt: counted from 1.
+        position: index of the token, from 0.
         token: the server's.
         preferred: the reference's.
-        margin: difference of the logarithms of their probabilities, by the reference.
-        own_margin: how much likelier another token is by what the server itself tells.
+        margin: difference of their log-probabilities, by the reference.
+        own_margin: the same for the likeliest token, by the server itself.
         is_tie: whether rounding explains it.
     """
 
@@ -61,26 +60,25 @@ class Preference:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedReport:
-    """What an audit of a server found.
+    """The result of an audit of a server.
 
     Args:
         verdict: as in `paradraft.audit.verdict`.
         reason: one sentence.
-        answers: how many there were, greedy ones and sampled ones.
-        tokens: how many they have.
-        reference: whose probabilities they were compared with.
-        preferences: where the greedy answers are not the reference's.
-        difference: between the logarithms of probabilities that the server tells and the reference's; None if there
-            was nothing to compare.
-        places: at how many tokens they were compared.
-        greedy_tokens: how many the greedy answers have.
-        greedy_places: at how many of them the reference says which token it prefers.
-        explained: what rounding explains of it, up to a limit.
-        source: where that comes from.
+        answers: greedy ones and sampled ones.
+        tokens: of all answers.
+        reference: its name.
+        preferences: positions at which greedy answers are not the reference's.
+        difference: of the server's log-probabilities from the reference's; None if there was nothing to compare.
+        places: tokens at which they were compared.
+        greedy_tokens: of all greedy answers.
+        greedy_places: those of them at which the reference gives its preferred token.
+        explained: the difference that rounding explains, up to a limit.
+        source: of `explained`, in words.
         prompts: what is wrong with the prompts that the server has read; None if nothing is, or it does not say.
         uniformity: the test of the sampled tokens; None without these.
         control: the same test at another temperature, which it must fail.
-        drafting: how it drafts, beside what the draft model drafts here; None if that was not asked.
+        drafting: comparison with the draft model here; None if there was none.
     """
 
     verdict: str
@@ -107,7 +105,7 @@ class ServedReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """An answer with the ids that the model has read before it."""
+    """An answer with the ids of the prompt that the model has read."""
 
     served: Served
     prompt: list[int]
@@ -127,73 +125,70 @@ def judge(
     """Judges the answers of a server.
 
     Args:
-        greedy: its greedy answers.
-        sampled: those with chance; none tests no distribution.
-        reference: what they are compared with.
-        groups: tokens that the answers do not tell apart.
+        sampled: empty tests no distribution.
+        groups: tokens that the answers do not tell difference.
         temperature: of the sampled answers.
         prompts: what is wrong with the prompts that it has read.
-        drafting: how it drafts.
-        report: told what is going on.
+        report: receives progress messages.
 
     Raises:
-        ValueError: the reference cannot be asked.
+        ValueError: the reference does not answer.
     """
-    found = _Findings(groups)
-    for number, read in enumerate(greedy, start=1):
-        report(f"{reference.name}: greedy answer {number} of {len(greedy)}")
-        found.add_greedy(read, _table(reference, read))
-    places: list[Tensor] = []
+    findings = _Findings(groups)
+    for index, read in enumerate(greedy, start=1):
+        report(f"{reference.name}: greedy answer {index} of {len(greedy)}")
+        findings.add_greedy(read, _table(reference, read))
+    values: list[Tensor] = []
     controls: list[Tensor] = []
     generator = torch.Generator().manual_seed(0)
-    for number, read in enumerate(sampled, start=1):
-        report(f"{reference.name}: sampled answer {number} of {len(sampled)}")
+    for index, read in enumerate(sampled, start=1):
+        report(f"{reference.name}: sampled answer {index} of {len(sampled)}")
         table = _table(reference, read)
-        if temperature == 1.0:  # at others some servers tell the probabilities before it, and some those after it
-            found.add_difference(read.served, table)
+        if temperature == 1.0:  # at others some servers give the probabilities before it, and some those after it
+            findings.add_difference(read.served, table)
         for begin in range(0, len(table.logprobs), PLACES):
             part, tokens = table.rows(begin, begin + PLACES), read.served.tokens[begin : begin + PLACES]
-            for kept, share in ((places, 1.0), (controls, CONTROL)):
-                scaled = part.at_temperature(temperature * share).merged(found.groups, summed=True)
-                kept.append(places_of(scaled.logprobs.exp(), scaled.columns(tokens), generator))
+            for kept, share in ((values, 1.0), (controls, CONTROL)):
+                scaled = part.at_temperature(temperature * share).merged(findings.groups, summed=True)
+                kept.append(pit_values(scaled.logprobs.exp(), scaled.columns(tokens), generator))
     most = sum(read.served.question.max_new_tokens for read in sampled)
-    tested = uniformity(torch.cat(places), most) if places else None
+    tested = uniformity(torch.cat(values), most) if values else None
     control = uniformity(torch.cat(controls), most) if controls else None
-    apart = found.difference
-    digits = _digits(found.told)
+    difference = findings.difference
+    digits = _digits(findings.logprobs)
     rounded = Difference(largest=0.0, root_mean_square=0.0) if digits is None else _of_digits(digits)
-    explained = reference.explained.at_most(reference.limit).plus(rounded) if found.squares else None
-    asked = len({read.served.question.number for read in greedy})
-    preferences = found.judged(0.0 if explained is None else explained.largest)
+    explained = reference.explained.at_most(reference.limit).plus(rounded) if findings.squares else None
+    num_prompts = len({read.served.question.number for read in greedy})
+    preferences = findings.judged(0.0 if explained is None else explained.largest)
     verdict, reason = (
         _fault_of_prompts(prompts)
-        or _fault_of_probabilities(apart, reference, rounded)
-        or _fault_of_tokens(preferences, asked, reference)
+        or _fault_of_probabilities(difference, reference, rounded)
+        or _fault_of_tokens(preferences, num_prompts, reference)
         or _fault_of_distribution(tested)
         or _fault_of_drafting(drafting)
-        or _doubt(reference, control, temperature, found, digits)
-        or _agreement(preferences, asked, tested, reference)
+        or _doubt(reference, control, temperature, findings, digits)
+        or _agreement(preferences, num_prompts, tested, reference)
     )
     return ServedReport(
         verdict=verdict, reason=reason, answers=len(greedy) + len(sampled),
         tokens=sum(len(read.served.tokens) for read in (*greedy, *sampled)), reference=reference.name,
-        preferences=preferences, difference=apart, places=len(found.squares),
-        greedy_tokens=found.greedy_tokens, greedy_places=found.greedy_places, explained=explained,
+        preferences=preferences, difference=difference, places=len(findings.squares),
+        greedy_tokens=findings.greedy_tokens, greedy_places=findings.greedy_places, explained=explained,
         source=reference.source, prompts=prompts, uniformity=tested, control=control, drafting=drafting,
     )  # fmt: skip
 
 
 def fits(read: Read, reference: Reference) -> bool:
-    """Whether what a server tells of its answer is what the reference tells of it, up to rounding.
+    """Whether the server's log-probabilities of its answer are the reference's, up to rounding.
 
     Raises:
-        ValueError: the reference cannot be asked.
+        ValueError: the reference does not answer.
     """
-    found = _Findings(())
-    found.add_difference(read.served, _table(reference, read))
-    digits = _digits(found.told)
+    findings = _Findings(())
+    findings.add_difference(read.served, _table(reference, read))
+    digits = _digits(findings.logprobs)
     explained = reference.explained if digits is None else reference.explained.plus(_of_digits(digits))
-    return found.difference is None or found.difference.within(explained)
+    return findings.difference is None or findings.difference.within(explained)
 
 
 def _table(reference: Reference, read: Read) -> Table:
@@ -204,7 +199,7 @@ def _table(reference: Reference, read: Read) -> Table:
 
 
 class _Findings:
-    """What is seen of answers, one after the other.
+    """Collects differences from the reference, answer by answer.
 
     Args:
         groups: tokens that answers do not tell apart.
@@ -213,51 +208,50 @@ class _Findings:
     def __init__(self, groups: Sequence[Collection[int]]) -> None:
         self.groups = groups
         self.squares: list[float] = []
-        """Of each difference between what the server and the reference say of a token."""
-        self.told: list[float] = []
-        """What the server tells of its tokens."""
+        """Of the differences between the log-probabilities of the server and the reference."""
+        self.logprobs: list[float] = []
+        """By the server, of its tokens."""
         self.greedy_tokens = self.greedy_places = 0
         self._largest = 0.0
         self._preferences: list[tuple[int, int, int, int, float, float]] = []
 
     def add_greedy(self, read: Read, table: Table) -> None:
-        """The places of a greedy answer where another token is likelier, and how far probabilities are apart."""
+        """Adds a greedy answer: tokens where another is likelier, and differences of log-probabilities."""
         self.add_difference(read.served, table)
         self.greedy_tokens += len(read.served.tokens)
         for begin in range(0, len(table.logprobs), PLACES):
             self._add_preferences(read.served, table.rows(begin, begin + PLACES), begin)
 
     def _add_preferences(self, served: Served, table: Table, begin: int) -> None:
-        """Those of some of the places, from `begin` on."""
         merged = table.merged(self.groups, summed=False)
         columns_N = merged.columns(served.tokens[begin : begin + PLACES])
-        told_NC = merged.logprobs[:, 1:] if merged.has_rest else merged.logprobs
-        best_N, preferred_N = told_NC.max(1)
+        known_NC = merged.logprobs[:, 1:] if merged.has_rest else merged.logprobs
+        best_N, preferred_N = known_NC.max(1)
         own_N = merged.logprobs.gather(1, columns_N[:, None])[:, 0]
         if merged.has_rest:
-            # What is not among the tokens that a server tells is at most as likely as the last of them.
-            least_N = told_NC.masked_fill(told_NC == -math.inf, math.inf).amin(1)
+            # A token not among those of a server is at most as likely as the last of them.
+            least_N = known_NC.masked_fill(known_NC == -math.inf, math.inf).amin(1)
             own_N = torch.where(columns_N == 0, least_N, own_N)
             preferred_N = preferred_N + 1
         margins_N = best_N - own_N
         self.greedy_places += int((best_N > -math.inf).sum())
         for index, margin in enumerate(margins_N.tolist()):
-            place = begin + index
-            own_margin = _own_margin(served, place)
+            position = begin + index
+            own_margin = _own_margin(served, position)
             if margin > 0 or own_margin > 0:
                 preferred = int(merged.ids[preferred_N[index]])
-                entry = (served.question.number, place, served.tokens[place], preferred, margin, own_margin)
+                entry = (served.question.number, position, served.tokens[position], preferred, margin, own_margin)
                 self._preferences.append(entry)
 
     def add_difference(self, served: Served, table: Table) -> None:
-        """How far what the server says of its tokens is from what the reference says."""
+        """Adds the differences between the log-probabilities of the server and the reference."""
         columns_N = table.columns(served.tokens)
         theirs_N: Tensor = table.logprobs.gather(1, columns_N[:, None])[:, 0]
         for logprob, other, column in zip(served.logprobs, theirs_N.tolist(), columns_N.tolist(), strict=False):
             if logprob is None or (table.has_rest and column == 0):
                 continue
             apart = abs(logprob - other) if math.isfinite(other) else math.inf
-            self.told.append(logprob)
+            self.logprobs.append(logprob)
             self.squares.append(apart * apart)
             self._largest = max(self._largest, apart)
 
@@ -270,7 +264,7 @@ class _Findings:
         return Difference(largest=self._largest, root_mean_square=math.sqrt(mean))
 
     def judged(self, explained: float) -> list[Preference]:
-        """All preferences; a tie is at most twice as far apart as the two sides are, for each token may be."""
+        """All preferences; a tie is at most twice as wide as the two sides differ, because each token may be off."""
         limit = max(2 * min(self._largest, explained), LEAST_TIE)
         return [
             Preference(
@@ -282,24 +276,24 @@ class _Findings:
         ]  # fmt: skip
 
 
-def _own_margin(served: Served, place: int) -> float:
-    logprob = served.logprobs[place]
-    if logprob is None or not served.likeliest[place]:
+def _own_margin(served: Served, position: int) -> float:
+    logprob = served.logprobs[position]
+    if logprob is None or not served.likeliest[position]:
         return 0.0
-    return max(served.likeliest[place].values()) - logprob
+    return max(served.likeliest[position].values()) - logprob
 
 
 def _fault_of_prompts(prompts: str | None) -> tuple[str, str] | None:
     return None if prompts is None else (FAIL, f"the server reads other prompts than were asked: {prompts}")
 
 
-def _digits(told: Sequence[float]) -> int | None:
-    """To how many digits after the point a server rounds what it tells; None for more than `MOST_DIGITS`.
+def _digits(logprobs: Sequence[float]) -> int | None:
+    """The digits after the point to which a server rounds log-probabilities; None for more than `MOST_DIGITS`.
 
     >>> _digits([-0.25, -1.5] * 8), _digits([-1 / 3] * 16)
     (2, None)
     """
-    some = [logprob for logprob in told if logprob < -0.01]
+    some = [logprob for logprob in logprobs if logprob < -0.01]
     if len(some) < 2 * MOST_DIGITS:
         return None
     return next(
@@ -308,20 +302,20 @@ def _digits(told: Sequence[float]) -> int | None:
 
 
 def _of_digits(digits: int) -> Difference:
-    """What rounding to so many digits takes away."""
+    """Error of rounding to this many digits after the point."""
     unit = 10.0**-digits
     return Difference(largest=unit / 2, root_mean_square=unit / math.sqrt(12))
 
 
 def _fault_of_probabilities(
-    apart: Difference | None, reference: Reference, rounded: Difference
+    difference: Difference | None, reference: Reference, rounded: Difference
 ) -> tuple[str, str] | None:
     explained = reference.explained.plus(rounded)
-    if apart is None or apart.within(explained):
+    if difference is None or difference.within(explained):
         return None
     return FAIL, (
         f"the probabilities that the server tells are not those of {reference.name}: their logarithms differ by "
-        f"{apart}, and rounding explains {explained}; is it the same model, in the same precision (--dtype)?"
+        f"{difference}, and rounding explains {explained}; is it the same model, in the same precision (--dtype)?"
     )
 
 
@@ -333,10 +327,10 @@ def _fault_of_tokens(preferences: Sequence[Preference], prompts: int, reference:
         reference.name: max(each.margin for each in faults),
         "the server itself, by what it tells,": max(each.own_margin for each in faults),
     }
-    told = " and ".join(f"{who} prefers another by up to {most:.2g}" for who, most in margins.items() if most > 0)
+    margin = " and ".join(f"{who} prefers another by up to {most:.2g}" for who, most in margins.items() if most > 0)
     return FAIL, (
         f"{len({each.prompt for each in faults})} of {prompts} greedy answers hold tokens that are not the likeliest: "
-        f"{told}, which rounding does not explain"
+        f"{margin}, which rounding does not explain"
     )
 
 
@@ -356,7 +350,7 @@ def _fault_of_drafting(drafting: Drafting | None) -> tuple[str, str] | None:
 
 
 def _doubt(
-    reference: Reference, control: Uniformity | None, temperature: float, found: _Findings, digits: int | None
+    reference: Reference, control: Uniformity | None, temperature: float, findings: _Findings, digits: int | None
 ) -> tuple[str, str] | None:
     if not reference.explained.within(reference.limit):
         return INCONCLUSIVE, (
@@ -368,10 +362,11 @@ def _doubt(
             INCONCLUSIVE,
             f"the server tells logprobs to {digits} digits after the point, in which a fault could hide",
         )
-    if found.greedy_places < FEWEST * found.greedy_tokens:
+    if findings.greedy_places < FEWEST * findings.greedy_tokens:
         return INCONCLUSIVE, (
-            f"{reference.name} says of {found.greedy_places} of {found.greedy_tokens} greedy tokens what it prefers: "
-            "it ends its answers there, and does not tell the token that ends them; compare with the target's weights"
+            f"{reference.name} says of {findings.greedy_places} of {findings.greedy_tokens} greedy tokens what it "
+            "prefers: it ends its answers there, and does not tell the token that ends them; compare with the target's "
+            "weights"
         )
     if control is not None and control.is_uniform:
         return INCONCLUSIVE, (

@@ -39,10 +39,10 @@ class Remembering(ModelReference):
 
     known: dict[tuple[int, ...], Table]
 
-    def table(self, prompt: list[int], tokens: list[int], told: Sequence[float | None]) -> Table:
+    def table(self, prompt: list[int], tokens: list[int], logprobs: Sequence[float | None]) -> Table:
         key = (*prompt, -1, *tokens)
         if key not in self.known:
-            self.known[key] = super().table(prompt, tokens, told)
+            self.known[key] = super().table(prompt, tokens, logprobs)
         return self.known[key]
 
 

@@ -136,11 +136,11 @@ def test_names_that_are_those_of_several_cut_an_answer(kind: str) -> None:
         ]
         questions = [replace(ASK, prompt=name) for _, name in names]
         for (token, _), served in zip(names, endpoint.answers(questions, lambda _: None), strict=True):
-            if token in endpoint.nameless:
-                assert served.is_cut and served.tokens == [min(endpoint.nameless)] and not served.steps
+            if token in endpoint.ambiguous:
+                assert served.is_cut and served.tokens == [min(endpoint.ambiguous)] and not served.steps
             else:
                 assert not served.is_cut and served.tokens == [token, token]
-    assert len(endpoint.nameless) < 0.9 * rows or kind.startswith("byte")
+    assert len(endpoint.ambiguous) < 0.9 * rows or kind.startswith("byte")
 
 
 def test_names_that_no_token_has_are_one_line() -> None:
