@@ -96,9 +96,6 @@ class Report:
     Args:
         verdict: `PASS`, `TIES`, `FAIL`, or `INCONCLUSIVE`: too little was compared to show anything, or rounding is so
             large that a fault could hide in it.
-        reason: one sentence.
-        answers: how many were compared.
-        tokens: of all answers.
         acceptance_length: emitted tokens per target pass.
         divergences: with the match rule, the answers that differ from plain decoding.
         rounding: largest difference of logits between passes of one token and of several.
@@ -152,7 +149,6 @@ def audit(
         seeds: answers per prompt; greedy answers are all the same, so then it is 1.
         max_new_tokens: tokens of an answer; end-of-sequence tokens do not end it.
         batch_size: prompts answered together with the drafter; plain decoding takes them one at a time.
-        report: receives progress messages.
 
     Raises:
         ValueError: a prompt does not fit into the model, or an argument is out of range.
@@ -194,7 +190,7 @@ def audit(
 
 
 def _why_inconclusive(stats: Stats) -> str | None:
-    """Why correct answers say nothing about a drafter; None if they do."""
+    """The reason why correct answers prove nothing; None if they do."""
     if not stats.nodes:
         return "nothing was drafted, so this shows nothing: use more prompts or tokens, and fixed lengths"
     if not sum(stats.accepted):

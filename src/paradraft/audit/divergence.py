@@ -30,10 +30,7 @@ class Divergence:
 
     Args:
         prompt: counted from 1.
-        seed: of the sampling.
         position: index of the new token, from 0.
-        plain: token of plain decoding.
-        drafted: token with the drafter.
         margin: by how much plain decoding preferred its token: difference of log p, noise included.
         difference: largest difference of the logits that both sides saw there.
         is_tie: whether rounding explains it.

@@ -57,7 +57,7 @@ class Tolerance:
     at_a_place: float
 
     def over(self, positions: int) -> float:
-        """The bound on the mean over `positions` positions, so that few of them are no false alarm.
+        """The bound on the mean over some positions, wider for few of them to avoid false alarms.
 
         >>> round(ROUNDED.over(512), 2), round(ROUNDED.over(16), 2)
         (1.43, 2.65)
@@ -100,15 +100,12 @@ class OwnPass:
     """Recorded logits compared with those of the model's own code.
 
     Args:
-        dtype: that passes compute in.
         places: positions of each side.
         plain: of plain decoding; None where it was not run.
-        drafted: with the drafter.
         rounding: distance of the coarser pass from the finer one; None where there is only one pass.
         most: bounds on the ratio of a side's distance to that of the coarser pass.
         explained: the difference that rounding explains: a multiple of `rounding`, or `limit` without one.
         limit: largest distance from the finer pass, however large rounding is.
-        pass_in_cpp: figures of the pass in C++ over all texts.
     """
 
     dtype: str
@@ -122,7 +119,7 @@ class OwnPass:
     pass_in_cpp: Figures | None
 
     def fault(self, side: Nearness) -> str | None:
-        """What is wrong with the logits of a side; None if nothing is."""
+        """The fault of the logits of a side; None if there is none."""
         if side.other_bits:
             return (
                 f"at {side.other_bits} of {self.places} places its logits are not those of one pass in C++ over the "
@@ -177,7 +174,6 @@ class _Read:
         finer: by the finer of two passes of the model's own code, or by the only one; None beyond `MEASURED` texts.
         coarser: by the other.
         in_cpp: by one pass in C++, if there is one.
-        figures: of the pass in C++.
     """
 
     finer: Tensor | None
@@ -246,7 +242,6 @@ def own_pass(
 
     Args:
         plain: by plain decoding; None if it was not run.
-        report: receives progress messages.
 
     Raises:
         NotNumbersError: the model's own logits are not numbers.

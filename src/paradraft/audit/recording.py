@@ -40,12 +40,7 @@ class Recording:
 
 
 class NotNumbersError(Exception):
-    """Raised for logits that no token can be chosen by.
-
-    Args:
-        position: index of the new token that was to be chosen, from 0.
-        where: in which passes.
-    """
+    """Raised for logits that no token can be chosen by; `position` is the index of that token in the answer."""
 
     def __init__(self, case: Case, position: int, where: str) -> None:
         super().__init__(
@@ -128,9 +123,7 @@ def record(batch: Batch, target: Recorder, cases: list[Case], max_new_tokens: in
 
     Args:
         batch: of the recording target, without rows.
-        cases: one batch.
         max_new_tokens: tokens of an answer; end-of-sequence tokens do not end it.
-        name: of this way of answering, for error messages.
 
     Raises:
         NotNumbersError: a token was chosen by logits that are not numbers, or the engine refused to choose one.

@@ -53,12 +53,7 @@ OTHER_DTYPE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Difference between two sets of logits at the same positions.
-
-    Args:
-        largest: absolute value; infinite where one side is not a number.
-        root_mean_square: over all positions and tokens.
-    """
+    """Difference between two sets of logits, over all positions and tokens; infinite where a side is not a number."""
 
     largest: float
     root_mean_square: float
@@ -131,10 +126,7 @@ def over_all(parts: Sequence[Difference]) -> Difference:
 
 
 def can_compute_otherwise(lm: CausalLM) -> bool:
-    """Whether a model's products can be made in `OTHER_DTYPE`.
-
-    Apple's GPUs have no float64, and some quantized weights have no other dtype.
-    """
+    """Whether `OTHER_DTYPE` is possible: Apple's GPUs have no float64, and some quantized weights only one dtype."""
     has_dtype = lm.device.type != "mps" or OTHER_DTYPE[lm.model.dtype] != torch.float64
     return has_dtype and all(_is_plain(weight) or hasattr(weight, "dequantize") for weight in lm.model.parameters())
 
@@ -146,11 +138,7 @@ def rounded_to(lm: CausalLM) -> torch.dtype:
 
 
 def limit_of(lm: CausalLM, variances: Sequence[float]) -> Difference:
-    """The largest difference that may be called rounding, whatever is measured: a share of the logits' deviation.
-
-    Args:
-        variances: of the logits of each text.
-    """
+    """The largest difference that may be called rounding, whatever is measured: a share of the logits' deviation."""
     typical = MOST_TYPICAL[rounded_to(lm)] * math.sqrt(sum(variances) / max(len(variances), 1))
     return Difference(largest=MOST_LARGEST * typical, root_mean_square=typical)
 

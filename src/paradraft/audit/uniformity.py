@@ -28,7 +28,6 @@ class Uniformity:
     """Result of a test of uniformity.
 
     Args:
-        tokens: how many values were tested.
         distance: largest distance of their empirical distribution from the diagonal.
         limit: exceeded with probability at most `false_alarm` if the tokens have the distribution.
         impossible: tokens whose probability was 0; a single such token fails the test.
@@ -99,9 +98,7 @@ def pit_values(p_NC: Tensor, columns_N: Tensor, generator: torch.Generator) -> T
     """The PIT value u of each token, `[N]` in float64; 2 where the token is impossible.
 
     Args:
-        p_NC: `[N, C]` conditional probabilities.
         columns_N: `[N]`, the column of each token.
-        generator: of the position within each token's interval.
     """
     p_N1 = p_NC.gather(1, columns_N[:, None])
     likelier = p_NC.masked_fill(p_NC <= p_N1, 0.0).sum(1, keepdim=True)

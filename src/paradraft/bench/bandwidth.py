@@ -1,7 +1,7 @@
-"""How fast this machine reads memory and multiplies matrices, with the threads that are in use.
+"""Measures memory bandwidth and the rate of matrix products, with the threads that are in use.
 
-Both are the best of several short tries: a floor must not be too high. Reading is measured with
-buffers of the sizes that passes read, because what fits into a cache is read faster than memory.
+Both are the best of several short tries: a floor must not be too high. Bandwidth is measured with buffers of the sizes
+that passes read, because reads from a cache are faster than reads from memory.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from paradraft.models.forward.cpu.matrix import PackedMatrix
 from paradraft.models.quantized import rounded_to_8_bits
 
 TRIES, MOST_S = 7, 0.3
-"""How often something is tried, and when no other try begins."""
+"""Most tries of a measurement, and the time after which no other begins."""
 MOST_BYTES = {"cpu": 512 * 2**20, "cuda": 2**30}
-"""Larger buffers are far beyond all caches, and are read as fast as these."""
+"""Largest buffers: far larger than all caches, so that even larger ones are read as fast."""
 LEAST_BYTES = 128 * 2**20
-"""What one try reads at least, over and over where the buffer is smaller, so that the clock is exact enough."""
+"""Least bytes of a try, read over and over where the buffer is smaller, so that the clock is exact enough."""
 SIDES = {"cpu": (128, 512, 1024, 2048), "cuda": (1024, 8192)}
-"""Rows and columns of the matrices that are multiplied; a larger one is not tried where it would take too long."""
+"""Rows and columns of the matrices that are multiplied; larger ones are skipped where they would take too long."""
 NATIVE = (torch.float32, torch.bfloat16, torch.int8)
-"""What our own product multiplies; int8 are weights of few bits with inputs that it rounds."""
+"""Dtypes of our own product; int8 are weights of few bits with inputs that it rounds."""
 _COLUMNS = 1024
 
 
@@ -35,9 +35,8 @@ class Speeds:
     """The best speeds seen so far on a device.
 
     Args:
-        device: what is measured.
-        sizes_bytes: what passes read; bandwidth is measured for each.
-        dtypes: what passes compute in.
+        sizes_bytes: read by passes; bandwidth is measured for each.
+        dtypes: that passes compute in.
     """
 
     def __init__(self, device: torch.device, sizes_bytes: set[int], dtypes: set[torch.dtype]) -> None:
@@ -55,7 +54,7 @@ class Speeds:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Tries everything again and keeps what is best; takes a second or two."""
+        """Measures everything again and keeps the best; takes a second or two."""
         for size, known in self._bandwidths.items():
             self._bandwidths[size] = max(known, self._unless_full(known, self._read, size))
         for dtype, known in self._rates.items():
@@ -67,20 +66,20 @@ class Speeds:
         except torch.OutOfMemoryError:
             if not known:
                 raise
-            return known  # caches have taken the room meanwhile, and a run must not end without its result
+            return known  # KV caches have taken the memory meanwhile, and a run must not end without its result
 
     def bytes_per_s(self, size_bytes: int) -> float:
-        """The bandwidth of reading a number of bytes again and again."""
+        """The bandwidth of reading this many bytes again and again."""
         return self._bandwidths[self._buffer_bytes(size_bytes)]
 
     def bytes_per_s_now(self, size_bytes: int) -> float:
-        """The same at this moment, not the best that was seen."""
+        """The bandwidth at this moment, not the best seen."""
         return self._read(self._buffer_bytes(size_bytes))
 
     def flops_per_s(self, dtype: torch.dtype) -> float:
         """Floating point operations of matrix products; a multiplication with its addition counts as two.
 
-        What is narrower than float32 can be computed in float32, which is faster where the other has no instructions.
+        Narrower dtypes can be computed in float32, which is faster where the CPU lacks instructions for them.
         """
         return max(self._rates[dtype], self._rates[torch.float32] if dtype.itemsize < 4 else 0.0)
 
@@ -115,7 +114,7 @@ class Speeds:
         return best
 
     def _natively(self, weight: Tensor) -> float:
-        """The least seconds that our own product takes; no library is the fastest on every CPU."""
+        """Least seconds of our own product; no library is the fastest on every CPU."""
         inputs = weight if weight.is_floating_point() else weight.float()
         product = torch.empty_like(inputs, dtype=torch.float32)
         try:
@@ -127,10 +126,9 @@ class Speeds:
         return self._seconds(partial(matrix.multiply, inputs, product), 1)
 
     def _seconds(self, run: Callable[[], object], times: int) -> float:
-        """The least seconds that a run took."""
         best_s, first_s = float("inf"), time.perf_counter()
-        for number in range(TRIES):
-            if number >= 2 and time.perf_counter() - first_s > MOST_S:
+        for attempt in range(TRIES):
+            if attempt >= 2 and time.perf_counter() - first_s > MOST_S:
                 break
             self._wait()
             began_s = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Tables that stay readable on narrow terminals: no number is cut, and what is too wide becomes a block for each row.
+"""Tables that stay readable on narrow terminals: no number is cut; rows that are too wide become blocks.
 
-Where the columns do not fit, a row looks so, with as many figures in a line as there is room for:
+Where the columns do not fit, a row looks like this, with as many figures in a line as fit:
 
     PARD, k=4
       tok/s 1002  vs AR+ 1.19x  len 3.37
@@ -20,11 +20,11 @@ from rich.table import Table
 from rich.text import Text
 
 NARROWEST = 9
-"""Characters of a name's column, in which longer names fold; below, rows become blocks."""
+"""Least width of the column of names, in which longer names fold; below it, rows become blocks."""
 UNKNOWN = "-"
-"""A cell that says nothing; blocks leave it out."""
+"""An empty cell; blocks leave it out."""
 GAP = 2
-"""Between two columns, or figures of a block; where that is too much for columns, one less."""
+"""Spaces between two columns, or figures of a block; where columns do not fit so, one less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,8 @@ class Column:
     """One column.
 
     Args:
-        name: what stands above it.
-        long: what stands before a figure in a block, if another name is needed there.
-        is_name: whether its cells name the row; they stand left and may fold.
+        long: the label of a figure in a block, if it differs from `name`.
+        is_name: whether its cells name the row; they are aligned left and may fold.
     """
 
     name: str
@@ -48,13 +47,7 @@ def columns(name: str, *figures: str) -> list[Column]:
 
 
 class FoldingTable:
-    """A table for any width of terminal, printed by rich.
-
-    Args:
-        title: stands above.
-        columns: of all rows.
-        legend: what the words of the table mean; stands below, a paragraph each.
-    """
+    """A table for any width of terminal, printed by rich; `legend` are paragraphs below it."""
 
     def __init__(self, title: str, columns: Sequence[Column], *, legend: Sequence[str] = ()) -> None:
         self.title = title
@@ -64,12 +57,7 @@ class FoldingTable:
         self._sections: set[int] = set()
 
     def add_row(self, *cells: str, name: str | None = None) -> None:
-        """Adds a row.
-
-        Args:
-            cells: for each column.
-            name: of the row in a block; by default its first cell.
-        """
+        """Adds a row; `name` is its label in a block, by default its first cell."""
         assert len(cells) == len(self._columns)
         self._rows.append((cells, cells[0] if name is None else name))
 
@@ -81,21 +69,21 @@ class FoldingTable:
         """Called by rich."""
         yield Text(self.title, style="bold")
         names = max((cell_len(cells[0]) for cells, _ in self._rows), default=0)
-        rooms = {gap: options.max_width - self._figures_width() - gap * (len(self._columns) - 1) for gap in (GAP, 1)}
-        fitting = [gap for gap, room in rooms.items() if room >= min(NARROWEST, names)]
-        yield self._table(rooms[fitting[0]], fitting[0]) if fitting else self._blocks(options.max_width)
+        widths = {gap: options.max_width - self._figures_width() - gap * (len(self._columns) - 1) for gap in (GAP, 1)}
+        fitting = [gap for gap, width in widths.items() if width >= min(NARROWEST, names)]
+        yield self._table(widths[fitting[0]], fitting[0]) if fitting else self._blocks(options.max_width)
         for paragraph in self._legend:
             yield Text(paragraph, style="dim")
 
     def _figures_width(self) -> int:
         """Of all columns but those that may fold, without gaps."""
         width = 0
-        for place, column in enumerate(self._columns):
+        for index, column in enumerate(self._columns):
             if not column.is_name:
-                width += max(cell_len(column.name), *(cell_len(cells[place]) for cells, _ in self._rows))
+                width += max(cell_len(column.name), *(cell_len(cells[index]) for cells, _ in self._rows))
         return width
 
-    def _table(self, room: int, gap: int) -> Table:
+    def _table(self, width: int, gap: int) -> Table:
         # The box itself has a space between columns.
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0))
         for column in self._columns:
@@ -104,10 +92,10 @@ class FoldingTable:
                 justify="left" if column.is_name else "right",
                 overflow="fold",
                 no_wrap=not column.is_name,
-                max_width=room if column.is_name else None,
+                max_width=width if column.is_name else None,
             )
-        for number, (cells, _) in enumerate(self._rows):
-            table.add_row(*map(Text, cells), end_section=number in self._sections)
+        for index, (cells, _) in enumerate(self._rows):
+            table.add_row(*map(Text, cells), end_section=index in self._sections)
         return table
 
     def _blocks(self, width: int) -> Table:
@@ -125,7 +113,7 @@ class FoldingTable:
 
 
 def filled(parts: Sequence[str], width: int) -> list[str]:
-    """Lines with as many parts as fit, none of which is broken.
+    """Lines with as many parts as fit; no part is broken.
 
     >>> filled(["tok/s 1002", "vs AR+ 1.19x", "len 3.37"], 24)
     ['tok/s 1002  vs AR+ 1.19x', 'len 3.37']

@@ -1,13 +1,13 @@
 """Runs several methods on the same prompts, interleaved, and sums up times and peak memory.
 
-Every method answers as many prompts as the largest batch has before any goes on to the next ones, and the order
-rotates, so that a slow moment of the machine hits all of them alike. Times include prefill and the first draft.
-Before the clock starts every method has answered the longest and the shortest prompt once, and a batch method a whole
-batch (compilation).
+Every method answers as many prompts as the largest batch has before any method continues with the next ones, and the
+order rotates, so that a slow moment of the machine affects all of them alike. Times include prefill and the first
+draft. Before the clock starts every method has answered the longest and the shortest prompt once, and a batch method a
+whole batch (compilation).
 
 Peak memory is that of the process, with every model that is loaded: compare two methods of one run. Linux keeps the
-peak of resident memory and resets it on demand in less than 0.1 ms. Elsewhere, or where it refuses, the resident
-memory at the end stands for it.
+peak of resident memory and resets it on demand in less than 0.1 ms. Where that fails, the resident memory at the end is
+reported instead.
 """
 
 from __future__ import annotations
@@ -38,32 +38,28 @@ _KNOWS = Path("/proc/self/status")
 
 
 class PeakMemory:
-    """The peaks from here on.
-
-    Args:
-        device: where the models are.
-    """
+    """Peak memory from here on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._has_begun_anew = _begin_anew()
+        self._is_reset = _reset_peak()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
     @property
     def rss_bytes(self) -> int:
-        """Resident memory at its peak."""
-        known = _peak_bytes() if self._has_begun_anew else None
-        return int(psutil.Process().memory_info().rss) if known is None else known
+        """Peak resident memory."""
+        peak = _peak_bytes() if self._is_reset else None
+        return int(psutil.Process().memory_info().rss) if peak is None else peak
 
     @property
     def gpu_bytes(self) -> int:
-        """What tensors took of the GPU's memory at its peak; 0 if the models are on none."""
+        """Peak GPU memory of tensors; 0 if the models are on no GPU."""
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
 
 
-def _begin_anew() -> bool:
-    """Lets the kernel forget the peak; whether it did."""
+def _reset_peak() -> bool:
+    """Resets the kernel's peak of resident memory, and returns whether that worked."""
     try:
         _FORGETS.write_text("5")
     except OSError:
@@ -78,15 +74,14 @@ def _peak_bytes() -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one method did.
+    """Measurements of one method.
 
     Args:
-        method: which.
         runs: for each run, the answers to all prompts, batch by batch.
         peak_rss_bytes: most resident memory of the process while the method answered, with the models
-            of all methods loaded; of a peer with a process of its own, that process's since its start.
+            of all methods loaded; for a peer in another process, that process's since its start.
         peak_gpu_bytes: the same of the GPU's memory, if it ran on one.
-        warm_up_s: how long its first answers took; of methods that share a model the first compiles it.
+        warm_up_s: time of its first answers; the first of several methods that share a model compiles it.
     """
 
     method: Method
@@ -116,24 +111,14 @@ def measure(
     device: torch.device,
     report: Callable[[str], None],
 ) -> list[Measured]:
-    """Times all methods on all prompts.
-
-    Args:
-        answerers: the prepared methods.
-        prompts: at least one; `check_batches` has been asked.
-        max_new_tokens: most tokens of an answer.
-        sampling: the same for all methods.
-        runs: how often everything is repeated, at least 1.
-        device: where the models of this process are.
-        report: told what is going on.
-    """
+    """Times all methods on all prompts; `check_batches` must have passed."""
     if runs < 1:
         raise ValueError(f"runs={runs}: use at least 1")
     methods = list(answerers)
     most = math.lcm(*(method.batch for method in methods))
     warm_up_s: dict[Method, float] = {}
-    for number, method in enumerate(methods, start=1):
-        report(f"warming up {method.spec} ({number}/{len(methods)})")
+    for index, method in enumerate(methods, start=1):
+        report(f"warming up {method.spec} ({index}/{len(methods)})")
         began_s = time.perf_counter()
         for batch in (prompts[: method.batch], [max(prompts, key=len)], [min(prompts, key=len)]):
             answerers[method]((batch * method.batch)[: method.batch], max_new_tokens, sampling)
@@ -141,12 +126,12 @@ def measure(
     answers: dict[Method, list[list[BatchResult]]] = {method: [[] for _ in range(runs)] for method in methods}
     peaks, gpu_peaks = dict.fromkeys(methods, 0), dict.fromkeys(methods, 0)
     for run in range(runs):
-        for place in range(0, len(prompts), most):
-            report(f"run {run + 1}/{runs}, prompt {place + 1}/{len(prompts)}")
-            turn = (run + place // most) % len(methods)
+        for first in range(0, len(prompts), most):
+            report(f"run {run + 1}/{runs}, prompt {first + 1}/{len(prompts)}")
+            turn = (run + first // most) % len(methods)
             for method in methods[turn:] + methods[:turn]:
-                for start in range(place, min(place + most, len(prompts)), method.batch):
-                    batch = prompts[start : min(start + method.batch, place + most)]
+                for start in range(first, min(first + most, len(prompts)), method.batch):
+                    batch = prompts[start : min(start + method.batch, first + most)]
                     peak = PeakMemory(device)
                     answer = answerers[method](batch, max_new_tokens, sampling)
                     answers[method][run].append(answer)
@@ -162,7 +147,7 @@ def measure(
 
 
 def check_batches(methods: list[Method], num_prompts: int) -> None:
-    """Raises ValueError unless all methods can answer a number of prompts in whole batches."""
+    """Raises ValueError unless every method can answer this many prompts in whole batches."""
     most = math.lcm(*(method.batch for method in methods))
     if num_prompts % most:
         raise ValueError(f"{num_prompts} prompts cannot be dealt out in batches of {most}: use a multiple of it")
@@ -173,52 +158,52 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
 
     For speedups see `result_file.py`. `identical_to_ar` compares with the `ar` of the same dtype if there is
     one, else with the fastest of the same batch size, or of any; rounded weights are another target, and count only
-    where there are no others. It is None for what is sampled with other random numbers (peers, and the rejection rule),
-    and where no `ar` ran. `advice` is a sentence for methods that do not pay. Settings that a method does not have are
+    where there are no others. It is None where other random numbers were drawn (peers, and the rejection rule), and
+    where no `ar` ran. `advice` is a sentence for methods that do not pay. Settings that a method does not have are
     None.
     """
     summary = dict[str, dict[str, Any]]()
-    for one in measured:
-        reference = _reference(one.method, measured)
-        has_own_numbers = one.method.name in PEERS or one.method.speculation.verify == "rejection"
+    for result in measured:
+        reference = _reference(result.method, measured)
+        has_own_numbers = result.method.name in PEERS or result.method.speculation.verify == "rejection"
         comparable = reference is not None and (sampling.is_greedy or not has_own_numbers)
-        summary[one.method.spec] = {
-            "method": one.method.name,
-            **dict.fromkeys(SETTINGS) | one.method.settings,
-            "tokens_per_s": {"median": statistics.median(one.tokens_per_s), "runs": one.tokens_per_s},
+        summary[result.method.spec] = {
+            "method": result.method.name,
+            **dict.fromkeys(SETTINGS) | result.method.settings,
+            "tokens_per_s": {"median": statistics.median(result.tokens_per_s), "runs": result.tokens_per_s},
             **dict.fromkeys(KEYS),
-            **_rounds(one),
-            **latencies(answer for run in one.runs for answer in run),
-            "identical_to_ar": one.texts == reference.texts if comparable and reference else None,
-            "differing_prompts": _differing(one, reference) if comparable and reference else None,
-            "distinct_4grams": distinct_share(one.texts),
-            "tokens": sum(map(len, one.texts)),
-            "peak_rss_bytes": one.peak_rss_bytes,
-            "peak_gpu_bytes": one.peak_gpu_bytes,
-            "warm_up_s": one.warm_up_s,
+            **_rounds(result),
+            **latencies(answer for run in result.runs for answer in run),
+            "identical_to_ar": result.texts == reference.texts if comparable and reference else None,
+            "differing_prompts": _differing(result, reference) if comparable and reference else None,
+            "distinct_4grams": distinct_share(result.texts),
+            "tokens": sum(map(len, result.texts)),
+            "peak_rss_bytes": result.peak_rss_bytes,
+            "peak_gpu_bytes": result.peak_gpu_bytes,
+            "warm_up_s": result.warm_up_s,
         }
-    for spec, found in speedups(summary).items():
-        summary[spec] |= found
-    for one in measured:
-        summary[one.method.spec]["advice"] = _advice(one, summary)
+    for spec, ratios in speedups(summary).items():
+        summary[spec] |= ratios
+    for result in measured:
+        summary[result.method.spec]["advice"] = _advice(result, summary)
     return summary
 
 
-def _advice(one: Measured, summary: dict[str, dict[str, Any]]) -> str | None:
-    """Advice for users of a method that does not pay, or None; see `paradraft.decode.payoff.advice`.
+def _advice(result: Measured, summary: dict[str, dict[str, Any]]) -> str | None:
+    """A sentence for users if a method does not pay, else None; see `paradraft.decode.payoff.advice`.
 
-    It is slower where its fastest run is slower than the slowest one of its AR+, by more than `Payoff.MARGIN`.
+    It is slower if its fastest run is slower than the slowest run of its AR+, by more than `Payoff.MARGIN`.
     """
-    stats = [answer.stats for run in one.runs for answer in run if answer.stats is not None]
+    stats = [answer.stats for run in result.runs for answer in run if answer.stats is not None]
     rounds = sum(sum(counts.drafted[:1]) for counts in stats)
-    if one.method.name in PEERS or not rounds:
+    if result.method.name in PEERS or not rounds:
         return None
-    figures = summary[one.method.spec]
+    figures = summary[result.method.spec]
     plain_per_s = summary[figures["baseline"]]["tokens_per_s"]["runs"] if figures["baseline"] else [0.0]
-    is_slower = Payoff.MARGIN * max(one.tokens_per_s) < min(plain_per_s) and rounds >= Payoff.LEAST_ROUNDS
+    is_slower = Payoff.MARGIN * max(result.tokens_per_s) < min(plain_per_s) and rounds >= Payoff.LEAST_ROUNDS
     slower = 1.0 / figures["speedup_vs_ar"] if is_slower else None
     tokens = rounds + sum(sum(counts.accepted) for counts in stats)
-    return advice(slower, one.method.speculation.instead, rounds=rounds, tokens=tokens)
+    return advice(slower, result.method.speculation.instead, rounds=rounds, tokens=tokens)
 
 
 def _reference(method: Method, measured: list[Measured]) -> Measured | None:
@@ -230,14 +215,14 @@ def _reference(method: Method, measured: list[Measured]) -> Measured | None:
     return next((m for m in plain if m.method.dtype == method.dtype), fastest)
 
 
-def _rounds(one: Measured) -> dict[str, object]:
-    """Acceptance and the split of the time, summed over all runs; None for what a peer does not tell.
+def _rounds(result: Measured) -> dict[str, object]:
+    """Acceptance and the split of the time, summed over all runs; None for what a peer does not report.
 
     `acceptance_per_position` counts, at each position, only the rounds whose draft was that deep. The denominator of
-    `accepted_share_of_rounds` is all rounds, so that methods whose drafts differ in length can be compared: it adds up
-    to the acceptance length less 1 (but for what the length limit cuts off).
+    `accepted_share_of_rounds` is all rounds, so that drafts of different lengths can be compared: its sum is the
+    acceptance length less 1 (but for what the length limit cuts off).
     """
-    answers = [answer for run in one.runs for answer in run]
+    answers = [answer for run in result.runs for answer in run]
     stats = [answer.stats for answer in answers if answer.stats is not None]
     counts: list[Stats] | list[Counts] = stats or [answer.counts for answer in answers if answer.counts is not None]
     longest = max((len(c.drafted) for c in counts), default=0)
@@ -257,28 +242,28 @@ def _rounds(one: Measured) -> dict[str, object]:
     }
 
 
-def _differing(one: Measured, reference: Measured) -> list[dict[str, int]]:
-    """The answers whose texts differ, and the first token where they do."""
-    found = []
-    prompts = sum(len(answer.tokens) for answer in one.runs[0])
-    for answer, (mine, theirs) in enumerate(zip(one.texts, reference.texts, strict=True)):
+def _differing(result: Measured, reference: Measured) -> list[dict[str, int]]:
+    """Run and prompt of each answer that differs, and its first token that does."""
+    differences = []
+    prompts = sum(len(answer.tokens) for answer in result.runs[0])
+    for answer, (mine, theirs) in enumerate(zip(result.texts, reference.texts, strict=True)):
         if mine != theirs:
             same = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
-            found.append(
+            differences.append(
                 {
                     "run": answer // prompts,
                     "prompt": answer % prompts,
                     "token": min(len(mine), len(theirs)) if same is None else same,
                 }
             )
-    return found
+    return differences
 
 
 def distinct_share(texts: list[list[int]]) -> float:
-    """Distinct 4-grams over all 4-grams, a measure of how far texts are from being loops.
+    """Distinct 4-grams over all 4-grams: low for texts that repeat themselves.
 
     >>> distinct_share([[1, 2, 3, 4, 5, 6]]), distinct_share([[1, 1, 1, 1, 1, 1]])
     (1.0, 0.3333333333333333)
     """
-    each = [[tuple(text[i : i + 4]) for i in range(len(text) - 3)] for text in texts]
-    return sum(len(set(grams)) for grams in each) / max(sum(map(len, each)), 1)
+    ngrams = [[tuple(text[i : i + 4]) for i in range(len(text) - 3)] for text in texts]
+    return sum(len(set(ngrams_of_text)) for ngrams_of_text in ngrams) / max(sum(map(len, ngrams)), 1)

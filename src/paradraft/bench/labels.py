@@ -1,6 +1,6 @@
-"""Names of methods for readers: their kind, and the settings that their specs name.
+"""Labels of methods in tables and pictures: their kind, and the settings of their specs.
 
-Long folders are shortened, each so far that it stays unlike the others; `full_paths` says what they stand for.
+Long paths of folders are shortened as far as they stay different; `full_paths` lists the full ones.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ LABELS = {
     "vllm-medusa": "vLLM Medusa", "vllm-eagle": "vLLM EAGLE",
     "llama-cpp": "llama.cpp", "llama-cpp-draft": "llama.cpp VSD",
 }  # fmt: skip
-"""By the name of the method; each is accepted in its place."""
+"""By the name of the method; specs may use a label instead of the name."""
 _EVIDENT = ("dtype=", "draft=", "verify=", "lengths=", "target_stages=")
-"""Settings whose value says what it is."""
+"""Settings whose values need no name."""
 _CPUS = ("target_cpus=", "draft_cpus=")
 _PATHS = ("draft", "prompts")
 """Settings that may be folders."""
 LONGEST_PATH = 24
-"""Characters of a folder that a label has room for."""
+"""Characters of a path that fit into a label."""
 KEPT_PARTS = 2
-"""The last parts of a folder, which tell readers what it is."""
+"""Least parts kept of a shortened path, the last ones."""
 
 
 def labels(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """The names of the methods of a result, by their specs."""
+    """The labels of the methods of a result, by their specs."""
     short = _shortened(_paths(methods))
     return {spec: _label(spec, figures, short) for spec, figures in methods.items()}
 
 
 def full_paths(methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """For each folder that the labels shorten, a line that says what it is in full."""
+    """For each shortened path, a line with the full one."""
     return [f"{short}: {path}" for path, short in _shortened(_paths(methods)).items() if short != path]
 
 
@@ -48,22 +48,22 @@ def _paths(methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _shortened(paths: Collection[str]) -> dict[str, str]:
-    """What stands for each folder: its last parts, as many as it takes to be unlike the others; short ones stay.
+    """By path, its last parts, as many as it takes to differ from the others; short paths stay.
 
     >>> for short in _shortened(["/home/me/first/pard/step-400", "/home/me/second/pard/step-400"]).values():
     ...     print(short)
     …/first/pard/step-400
     …/second/pard/step-400
     """
-    found = {path: path for path in paths}
+    short = {path: path for path in paths}
     for path in paths:
         parts = path.rstrip("/").split("/")
         for kept in range(KEPT_PARTS, len(parts) if len(path) > LONGEST_PATH else 0):
             end = "/".join(parts[-kept:])
             if not any(other != path and f"/{other}".rstrip("/").endswith(f"/{end}") for other in paths):
-                found[path] = f"…/{end}"
+                short[path] = f"…/{end}"
                 break
-    return found
+    return short
 
 
 def _label(spec: str, figures: Mapping[str, Any], short: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Latencies in the words of servers: TTFT, TPOT and ITL, as `vllm bench serve` defines them.
+"""Latencies as servers report them: TTFT, TPOT and ITL, as `vllm bench serve` defines them.
 
 An answer arrives in chunks, the tokens of a round each. For an answer with n tokens whose chunks arrive t_1, …, t_r
 seconds after the request:
@@ -7,7 +7,7 @@ seconds after the request:
 - TPOT, time per output token after the first: (t_r - TTFT) / (n - 1), for answers of at least two tokens.
 - ITL, inter-token latency: t_2 - t_1, t_3 - t_2, …: between chunks, however many tokens each has.
 
-All prompts of a batch are asked at the same time.
+All requests of a batch start at the same time.
 """
 
 from __future__ import annotations
@@ -21,26 +21,21 @@ import numpy as np
 from paradraft.bench.result import BatchResult
 
 LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL"}
-"""The names of these figures, by their keys in a file."""
+"""Labels by the keys of result files."""
 TERMS = (
     "TTFT: time to first token · TPOT: time per output token after the first, (latency - TTFT) / (tokens - 1) of each "
     "answer · ITL: inter-token latency, between the rounds that deliver tokens, several at once if drafted · p50, p99: "
     "percentiles; as in vllm bench serve"
 )
-"""What they are, for readers."""
+"""Their definitions, for reports."""
 Spread = dict[str, float]
 """`p50`, `p99` and `count`."""
 
 
 def latencies(answers: Iterable[BatchResult]) -> dict[str, Spread | None]:
-    """The latencies of a method, in milliseconds, by the keys of `LATENCIES`.
+    """The latencies of a method over all runs, in milliseconds, by the keys of `LATENCIES`.
 
-    Args:
-        answers: of all runs.
-
-    Returns:
-        For each key its percentiles, and of how many values; None where there are none, or the method does not tell
-        when its tokens came.
+    None where there are no values, or the method does not report when tokens came.
     """
     first, per_token, between = list[float](), list[float](), list[float]()
     for answer in answers:
@@ -62,12 +57,12 @@ def _spread(values_s: Sequence[float]) -> Spread | None:
 
 
 def have_latencies(summary: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether any method of a summary tells its latencies; files of earlier versions do not."""
+    """Whether any method of a summary has latencies; files of earlier versions do not."""
     return any(figures.get(key) for figures in summary.values() for key in LATENCIES)
 
 
 def milliseconds(value: float) -> str:
-    """As a table shows them, in three digits or all that stand before the point.
+    """A value for tables, with three digits or all those before the point.
 
     >>> [milliseconds(value) for value in (0.98765, 12.3456, 1234.56)]
     ['0.99', '12.3', '1235']

@@ -1,4 +1,4 @@
-"""A benchmark's figures as a picture: tokens per second, and how many drafted tokens rounds accept."""
+"""Plots a benchmark: tokens per second, and accepted drafted tokens per round."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Told apart with any colour vision (Okabe and Ito 2008), without the yellow, which is pale on white."""
+"""Distinct with any colour vision (Okabe and Ito 2008), without the yellow, which is pale on white."""
 MARKERS = "os^Dv<>"
 TITLE_CHARACTERS = 80
-"""Of a line, as many as there is room for."""
+"""Most characters of a line of the title."""
 BASELINE, UNDRAFTED, SOFT = "#4d4d4d", "#b8b8b8", "#595959"
 BASELINES = {"": "", "*": " (baseline)", "**": "\n(fastest baseline)"}
 WORDS = {
@@ -33,15 +33,14 @@ WORDS = {
     "ngram": "n-gram: copies earlier text",
     "lookahead": "lookahead: n-grams that the target makes ahead",
 }
-"""What the names of methods mean."""
+"""Explanations of the labels of methods."""
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
     """Writes a PNG of a result. Its text chunk "Description" has the names and figures of the bars.
 
     Args:
-        result: of one work, from `run_benchmark` or `read_result`; `selected` leaves methods out.
-        file: where it goes.
+        result: of one workload, from `run_benchmark` or `read_result`; `selected` leaves methods out.
     """
     image = io.BytesIO()
     draw(result).savefig(image, format="png", dpi=150)
@@ -51,24 +50,23 @@ def plot(result: dict[str, Any], file: Path) -> None:
 def description(methods: dict[str, dict[str, Any]]) -> str:
     """The names and figures of the bars, a line each."""
     names = labels(methods)
-    return "\n".join(f"{names[spec]}: {_figures(one)}" for spec, one in methods.items())
+    return "\n".join(f"{names[spec]}: {_figures(entry)}" for spec, entry in methods.items())
 
 
 def _small(image: io.BytesIO, text: str) -> bytes:
-    """The same picture with a palette, which takes a third of the room, and with a text."""
+    """Adds a text, and reduces the picture to a palette, which takes a third of the bytes."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
-    texts, found = PngInfo(), io.BytesIO()
-    texts.add_itxt("Description", text)
+    info, png = PngInfo(), io.BytesIO()
+    info.add_itxt("Description", text)
     small = Image.open(image).convert("RGB").quantize(64, dither=Image.Dither.NONE)
-    small.save(found, format="png", optimize=True, pnginfo=texts)
-    return found.getvalue()
+    small.save(png, format="png", optimize=True, pnginfo=info)
+    return png.getvalue()
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """The picture: bars on the left, lines on the right, and the legend beside them; below when both sides of methods
-    that draft ahead were at work."""
+    """Draws bars on the left, lines on the right, and timelines of methods that draft ahead below."""
     from matplotlib.figure import Figure
 
     methods = result["methods"]
@@ -77,9 +75,9 @@ def draw(result: dict[str, Any]) -> Figure:
     above, below = 2.5 + 0.3 * max(len(methods), 7), 0.6 + 0.55 * len(lanes)
     figure = Figure(figsize=(10, above + below * bool(lanes)), layout="constrained")
     figure.suptitle(textwrap.fill(title_of(result), TITLE_CHARACTERS), fontsize=13, fontweight="bold")
-    names = {one["method"] for one in methods.values()}
+    names = {entry["method"] for entry in methods.values()}
     words = " · ".join(text for name, text in WORDS.items() if name in names)
-    words += " · PEARL: drafts while the target verifies" * any(one.get("gamma") for one in methods.values())
+    words += " · PEARL: drafts while the target verifies" * any(entry.get("gamma") for entry in methods.values())
     small = [line for text in (_conditions(result), words, *full_paths(methods)) for line in textwrap.wrap(text, 165)]
     figure.supxlabel("\n".join(small), fontsize=7.5, color=SOFT)
     rows = [["speed", "acceptance"], *[["lanes", "lanes"]] * bool(lanes)]
@@ -97,12 +95,12 @@ def draw(result: dict[str, Any]) -> Figure:
 
 
 def _conditions(result: dict[str, Any]) -> str:
-    """On what it was measured, and when."""
+    """Machine, settings and date of the measurement."""
     machine, arguments = result["machine"], result["arguments"]
-    batches = sorted({one.get("batch") or 1 for one in result["methods"].values()})
-    dtypes = list(dict.fromkeys(one["dtype"] for one in result["methods"].values()))
+    batches = sorted({entry.get("batch") or 1 for entry in result["methods"].values()})
+    dtypes = list(dict.fromkeys(entry["dtype"] for entry in result["methods"].values()))
     where = machine.get("gpu") or f"{machine['cpu']} ({machine['cpu_capability']}), {machine['threads']} threads"
-    found = [
+    conditions = [
         where,
         f"batch {', '.join(map(str, batches))}",
         f"{dtypes[0]} unless said" if len(dtypes) > 1 else dtypes[0],
@@ -110,12 +108,12 @@ def _conditions(result: dict[str, Any]) -> str:
         *(f"{name} {version}" for name, version in machine["versions"].items()),
         machine["date"][:10],
     ]
-    return " · ".join(found)
+    return " · ".join(conditions)
 
 
 def _colours(methods: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """A colour of its own for each method with a line, the same for its bar; others are grey."""
-    drawn = [spec for spec, one in methods.items() if one["accepted_share_of_rounds"]]
+    """A colour for each method with a line, the same for its bar; other bars are grey."""
+    drawn = [spec for spec, entry in methods.items() if entry["accepted_share_of_rounds"]]
     return {
         spec: COLOURS[drawn.index(spec) % len(COLOURS)]
         if spec in drawn
@@ -127,14 +125,14 @@ def _colours(methods: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def _draw_speeds(axes: Axes, methods: dict[str, dict[str, Any]], colours: dict[str, str]) -> None:
-    """A bar for each method, with the figures of the table after it."""
+    """A bar for each method, labelled with the figures of the table."""
     marks = {spec: mark(spec, methods) for spec in methods}
     names = [textwrap.fill(name, 26) + BASELINES[marks[spec]] for spec, name in labels(methods).items()]
-    values = [one["tokens_per_s"]["median"] for one in methods.values()]
-    places = range(len(methods))
-    bars = axes.barh(places, values, color=list(colours.values()), height=0.72)
-    axes.bar_label(bars, [_figures(one) for one in methods.values()], padding=4, fontsize=9)
-    axes.set_yticks(places, names, fontsize=9)
+    values = [entry["tokens_per_s"]["median"] for entry in methods.values()]
+    positions = range(len(methods))
+    bars = axes.barh(positions, values, color=list(colours.values()), height=0.72)
+    axes.bar_label(bars, [_figures(entry) for entry in methods.values()], padding=4, fontsize=9)
+    axes.set_yticks(positions, names, fontsize=9)
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#e5e5e5")
@@ -152,11 +150,11 @@ def _draw_lanes(
     names: list[tuple[float, str]] = []
     for spec, pieces in lanes.items():
         for side, colour in (("target", COLOURS[2]), ("draft", COLOURS[0])):
-            place = len(names) + 0.4 * (len(names) // 2)
-            names.append((place, f"{textwrap.shorten(labels(methods)[spec], 40)}: {side}"))
+            y = len(names) + 0.4 * (len(names) // 2)
+            names.append((y, f"{textwrap.shorten(labels(methods)[spec], 40)}: {side}"))
             spans = [(begin, end - begin) for which, begin, end in pieces if which == side]
-            axes.broken_barh(spans, (place - 0.4, 0.8), facecolors=colour)
-    axes.set_yticks([place for place, _ in names], [name for _, name in names], fontsize=8)
+            axes.broken_barh(spans, (y - 0.4, 0.8), facecolors=colour)
+    axes.set_yticks([y for y, _ in names], [name for _, name in names], fontsize=8)
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#e5e5e5")
@@ -164,26 +162,28 @@ def _draw_lanes(
     axes.set_xlabel("milliseconds", fontsize=9)
 
 
-def _figures(one: dict[str, Any]) -> str:
+def _figures(entry: dict[str, Any]) -> str:
     """Such as `2391  1.44× (1.32×)`."""
-    found = f"{one['tokens_per_s']['median']:.0f}"
-    if one["speedup_vs_ar"] is not None:
-        found += f"  {one['speedup_vs_ar']:.2f}×"
-    if one["fastest_baseline"] not in (None, one["baseline"]):
-        found += f" ({one['speedup_vs_fastest_ar']:.2f}×)"
-    return found
+    text = f"{entry['tokens_per_s']['median']:.0f}"
+    if entry["speedup_vs_ar"] is not None:
+        text += f"  {entry['speedup_vs_ar']:.2f}×"
+    if entry["fastest_baseline"] not in (None, entry["baseline"]):
+        text += f" ({entry['speedup_vs_fastest_ar']:.2f}×)"
+    return text
 
 
 def _draw_acceptance(axes: Axes, methods: dict[str, dict[str, Any]], colours: dict[str, str]) -> None:
     """A line for each method that drafts; all rounds are in the denominator."""
     deepest = 1
-    for number, (spec, one) in enumerate((s, one) for s, one in methods.items() if one["accepted_share_of_rounds"]):
-        shares = one["accepted_share_of_rounds"]
+    for index, (spec, entry) in enumerate(
+        (s, entry) for s, entry in methods.items() if entry["accepted_share_of_rounds"]
+    ):
+        shares = entry["accepted_share_of_rounds"]
         deepest = max(deepest, len(shares))
         axes.plot(
             range(1, len(shares) + 1), [100 * share for share in shares], color=colours[spec], linewidth=1.8,
-            linestyle="-" if number < len(COLOURS) else "--", marker=MARKERS[number % len(MARKERS)], markersize=5,
-            label=f"{labels(methods)[spec]}: {one['acceptance_length']:.2f}",
+            linestyle="-" if index < len(COLOURS) else "--", marker=MARKERS[index % len(MARKERS)], markersize=5,
+            label=f"{labels(methods)[spec]}: {entry['acceptance_length']:.2f}",
         )  # fmt: skip
     axes.set(ylim=(0, 100), xticks=range(1, deepest + 1, 1 + deepest // 16))
     axes.grid(axis="y", color="#e5e5e5")

@@ -1,9 +1,9 @@
-"""Where the time of a round goes, by what runs in it. For shares alone: a profiler slows down what it watches.
+"""Splits the time of a round by kind of operation. For shares alone: a profiler slows down the run.
 
-On a GPU the kernels are counted. What is left of the time is the GPU's idle time: until the host sees that it is
-ready (only the end of a wait costs, from the GPU's last work until the host continues), and for Python and launches.
-On a CPU the operations are counted, each without those it calls; a compiled pass is one of them there, so its
-products cannot be told from the rest of it.
+On a GPU the kernels are counted. The rest of the time is idle time of the GPU: until the host sees that it is
+ready (only the end of a wait counts, from the GPU's last work until the host continues), and for Python and launches.
+On a CPU the operations are counted, each without those it calls; a compiled pass is a single operation there, so its
+products are not counted separately.
 """
 
 from __future__ import annotations
@@ -27,25 +27,22 @@ from paradraft.core import RoundOutput
 from paradraft.models.forward.cpu.model import PROFILED_AS
 
 Span = tuple[float, float]
-"""Its start and its end, in microseconds."""
+"""Start and end, in microseconds."""
 _WAITS = re.compile(r"^cuda(Device|Stream|Event)Synchronize$|^aten::_local_scalar_dense$")
 """Calls that return when the GPU is ready; the second is what `item` calls."""
 
 
 def waited_s(events: Iterable[FunctionEvent]) -> float:
-    """The seconds that the ends of all waits took.
+    """Seconds that the ends of all waits took, from a profile of host and GPU.
 
-    A copy to the host is a wait too, and is known by the copy on the GPU that has its number.
-
-    Args:
-        events: of a profiler that watched host and GPU.
+    A copy to the host is a wait too; its id is that of the copy on the GPU.
     """
-    found = list(events)
-    works = [event for event in found if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+    recorded = list(events)
+    works = [event for event in recorded if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
     to_host = {event.id for event in works if event.name.startswith("Memcpy DtoH")}
     waits = [
         event
-        for event in found
+        for event in recorded
         if event.device_type == DeviceType.CPU
         and (_WAITS.search(event.name) or (event.name.startswith("cudaMemcpy") and event.id in to_host))
     ]
@@ -57,10 +54,10 @@ def _span(event: FunctionEvent) -> Span:
 
 
 def ends_of(waits: Sequence[Span], works: Sequence[Span]) -> list[Span]:
-    """The part of each wait that lies after all work that had begun; none if some goes on.
+    """The part of each wait after all work that had begun; none if some work continues.
 
-    Worked example: kernels run from 2 to 5 and from 6 to 7. A wait from 4 to 10 ends with 3 in which nothing runs; one
-    from 12 to 14 finds the GPU ready, and is all for nothing.
+    Worked example: kernels run from 2 to 5 and from 6 to 7. A wait from 4 to 10 ends with 3 in which nothing runs;
+    one from 12 to 14 finds the GPU ready, and counts in full.
 
     >>> ends_of([(4, 10), (12, 14)], [(2, 5), (6, 7)])
     [(7, 10), (12, 14)]
@@ -74,7 +71,7 @@ def ends_of(waits: Sequence[Span], works: Sequence[Span]) -> list[Span]:
 
 
 def covered(spans: Sequence[Span]) -> float:
-    """How much of the time lies in any of some spans: a wait may be part of another.
+    """Length of the union of spans: a wait may be part of another.
 
     >>> covered([(2, 6), (3, 4), (5, 7), (9, 10)])
     6.0
@@ -92,17 +89,17 @@ KINDS = {
     "products": r"^aten::(mm|bmm|addmm|baddbmm|linear|matmul|_int_mm)$|mkl|gemm|gemv|cutlass|nvjet|splitk|onednn",
     "sampling": r"argmax|argmin|topk|sort|softmax|logsumexp|cumsum|multinomial|ArgMax|TopK",
 }
-"""What an operation or kernel belongs to, by its name: the first that fits."""
+"""Kinds of operations and kernels, by patterns of their names; the first match counts."""
 REST = "other ops"
 SYNC = "sync"
 WAITING = "Python, launch"
 _WRAPPERS = re.compile(r"Torch-Compiled Region|bytecode|TorchDynamo|AOTDispatcher|^Profiler|ProfilerStep")
-"""What torch.compile does in Python around a compiled pass."""
+"""The Python of torch.compile around a compiled pass."""
 ROUNDS, SKIPPED = 12, 2
 
 
 def kind_of(name: str) -> str:
-    """What an operation or a kernel is counted as.
+    """The kind of an operation or a kernel.
 
     >>> [kind_of(name) for name in ("aten::mm", "aten::argmax", "triton_poi_fused_add_0", "aten::copy_")]
     ['products', 'sampling', 'compiled', 'other ops']
@@ -113,14 +110,13 @@ def kind_of(name: str) -> str:
 
 
 def profile(steps: Iterator[RoundOutput], device: torch.device) -> dict[str, Any] | None:
-    """Profiles some rounds of an answer, all but the first ones.
+    """Profiles some rounds of an answer, after the first ones.
 
     Args:
         steps: the rounds of an answer that has not begun.
-        device: where the models run.
 
     Returns:
-        `rounds` that were profiled, `round_ms` of one under the profiler, and `shares` of its time; None where the
+        `rounds` that were profiled, `round_ms` of each under the profiler, and `shares` of its time; None where the
         answer is too short.
     """
     on_gpu = device.type == "cuda"
@@ -130,15 +126,15 @@ def profile(steps: Iterator[RoundOutput], device: torch.device) -> dict[str, Any
     profiler, rounds, total_s = _watched(steps, ROUNDS, on_gpu)
     if not rounds:
         return None
-    found_s = dict.fromkeys((*KINDS, REST), 0.0)
+    times_s = dict.fromkeys((*KINDS, REST), 0.0)
     for event in profiler.key_averages():
         is_on_gpu = event.device_type == DeviceType.CUDA
         is_label = is_on_gpu and event.is_user_annotation  # it spans the kernels that it names
         kind = kind_of(event.key)
         if kind != WAITING and is_on_gpu == on_gpu and not is_label:
-            found_s[kind] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
-    found_s[SYNC] = waited_s(profiler.events()) if on_gpu else 0.0
-    shares = {kind: seconds / total_s for kind, seconds in found_s.items()}
+            times_s[kind] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+    times_s[SYNC] = waited_s(profiler.events()) if on_gpu else 0.0
+    shares = {kind: seconds / total_s for kind, seconds in times_s.items()}
     return {
         "rounds": rounds,
         "round_ms": total_s / rounds * 1e3,
@@ -147,7 +143,7 @@ def profile(steps: Iterator[RoundOutput], device: torch.device) -> dict[str, Any
 
 
 def _watched(steps: Iterator[RoundOutput], most: int, on_gpu: bool) -> tuple[torch.profiler.profile, int, float]:
-    """Takes at most so many steps under a profiler; returns it, how many there were and the seconds that they took."""
+    """Runs at most `most` steps under a profiler; returns it, the steps that there were, and their seconds."""
     profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu)
     with _silenced_stderr():
         profiler.start()
@@ -161,7 +157,7 @@ def _watched(steps: Iterator[RoundOutput], most: int, on_gpu: bool) -> tuple[tor
 
 @contextmanager
 def _silenced_stderr() -> Iterator[None]:
-    """Keeps from the standard error what the profiler's library writes there whatever its log level."""
+    """Silences standard error, where the profiler's library writes whatever its log level is."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -173,20 +169,14 @@ def _silenced_stderr() -> Iterator[None]:
         os.close(nowhere)
 
 
-def profile_table(found: dict[str, dict[str, Any] | None], title: str, names: Mapping[str, str]) -> FoldingTable:
-    """One line per method: the shares of a round's time.
-
-    Args:
-        found: by spec, from `profile`.
-        title: of the table.
-        names: of the methods, by spec.
-    """
+def profile_table(profiles: dict[str, dict[str, Any] | None], title: str, names: Mapping[str, str]) -> FoldingTable:
+    """One line per method: the shares of a round's time."""
     kinds = [*KINDS, REST, SYNC, WAITING]
     caption = (
         "shares of a round under the profiler, which slows it down; compiled: passes in C++ or through torch.compile"
     )
     table = FoldingTable(title, columns("method", "ms", *kinds), legend=[caption])
-    for spec, figures in found.items():
+    for spec, figures in profiles.items():
         if figures is None:
             table.add_row(names[spec], "-", *["-"] * len(kinds))
         else:

@@ -1,4 +1,4 @@
-"""What a method of a benchmark hands back, and how each token of an answer came: drafted, at which depth, or not."""
+"""Results of a method of a benchmark, and the origin of each token of an answer: drafted, at which depth, or not."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from paradraft.sampling_params import Sampling
 from paradraft.text.tokenization import REPLACEMENT
 
 FIRST = 32
-"""The tokens of an answer's beginning. Later on, a small target that decodes greedily repeats itself."""
+"""First tokens of an answer. Later on, a small target that decodes greedily repeats itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """How a peer that drafts came to its tokens, as far as it tells; fields as in `Stats`."""
+    """Counts of a peer that drafts, as far as it reports them; fields as in `Stats`."""
 
     tokens: int
     rounds: int
@@ -26,18 +26,18 @@ class Counts:
 
     @classmethod
     def of(cls, tokens: int, drafted: Iterable[int], accepted: Iterable[int]) -> Counts:
-        """From how many tokens each round drafted, and how many of them were accepted.
+        """From the drafted tokens of each round, and those of them that were accepted.
 
         >>> Counts.of(6, drafted=[3, 3, 2], accepted=[2, 0, 1])
         Counts(tokens=6, rounds=3, drafted=(3, 3, 2), accepted=(2, 1, 0))
         """
         made, kept = list(drafted), list(accepted)
-        places = range(max(made, default=0))
+        positions = range(max(made, default=0))
         return cls(
             tokens=tokens,
             rounds=len(kept),
-            drafted=tuple(sum(depth > place for depth in made) for place in places),
-            accepted=tuple(sum(depth > place for depth in kept) for place in places),
+            drafted=tuple(sum(depth > position for depth in made) for position in positions),
+            accepted=tuple(sum(depth > position for depth in kept) for position in positions),
         )
 
 
@@ -46,19 +46,15 @@ class BatchResult:
     """The answers to one batch of prompts.
 
     Args:
-        tokens: the new tokens of each.
         total_s: from the prompts to the last token, prefill included.
-        stats: counts and times of our own loop; None for peers.
-        counts: counts of a peer that tells them.
-        passes: what the models did; empty if that is not known.
+        passes: of each model; empty if unknown.
         accepted: for each answer and each of its rounds, how many of the round's tokens were drafted;
-            one of the target's own follows them. None if the method does not tell.
-        peak_rss_bytes: most resident memory of a method that has a process of its own, since its start.
-        sides: of a method that drafts ahead, what each side did.
+            a token of the target's own follows them. None if the method does not report it.
+        peak_rss_bytes: most resident memory of a method in another process, since its start.
         delivered_s: for each answer and each of its rounds, seconds from the request until its tokens were there.
-            None if the method does not tell.
-        engine_passes: of an engine in a process of its own, how many passes each model made, those over prompts
-            included; None if it does not tell.
+            None if the method does not report it.
+        engine_passes: of an engine in another process, passes of each model, those over prompts included; None if it
+            does not report them.
     """
 
     tokens: list[list[int]]
@@ -77,23 +73,19 @@ Answerer = Callable[[list[str], int, Sampling], BatchResult]
 
 
 def tokens_by_round(accepted: Sequence[int], tokens: int) -> list[int]:
-    """How many tokens of an answer each target pass gave: those accepted and one more, of the last what is left.
-
-    Args:
-        accepted: for each round, how many of its tokens were drafted.
-        tokens: how many tokens the answer has.
+    """The tokens of an answer that each target pass gave: those accepted and one more; the last pass gave the rest.
 
     >>> tokens_by_round([2, 0, 1], 5)
     [3, 1, 1]
     """
-    found: list[int] = []
+    counts: list[int] = []
     for kept in accepted:
-        found.append(min(kept + 1, tokens - sum(found)))
-    return found
+        counts.append(min(kept + 1, tokens - sum(counts)))
+    return counts
 
 
 def by_round(answers: Iterable[BatchResult]) -> list[list[int]]:
-    """For each answer the tokens that each target pass gave it; nothing of methods that do not tell."""
+    """For each answer the tokens that each target pass gave it; methods that do not report it are left out."""
     return [
         tokens_by_round(accepted, len(tokens))
         for answer in answers
@@ -102,14 +94,10 @@ def by_round(answers: Iterable[BatchResult]) -> list[list[int]]:
 
 
 def first_length(by_round: Iterable[Sequence[int]], first: int = FIRST) -> float | None:
-    """The acceptance length over the first tokens of each answer, as if the answers ended there.
+    """The acceptance length over the first tokens of each answer, as if the answers ended there; None without a pass.
 
     Args:
-        by_round: for each answer the tokens that each target pass gave, see `tokens_by_round`.
-        first: how many tokens of each answer count.
-
-    Returns:
-        Tokens per target pass; None if there was no pass.
+        by_round: for each answer, the tokens that each target pass gave.
 
     >>> first_length([[3, 1, 4, 9], [2]], first=6)  # 3 + 1 + 2 of 4 tokens in three passes, and 2 in one
     2.0
@@ -117,12 +105,12 @@ def first_length(by_round: Iterable[Sequence[int]], first: int = FIRST) -> float
     tokens = passes = 0
     for rounds in by_round:
         left = first
-        for given in rounds:
+        for count in rounds:
             if left <= 0:
                 break
-            tokens += min(given, left)
+            tokens += min(count, left)
             passes += 1
-            left -= given
+            left -= count
     return tokens / passes if passes else None
 
 
@@ -130,13 +118,13 @@ def accepted_share_of_rounds(by_round: Iterable[Sequence[int]]) -> list[float]:
     """For i = 1, 2, …: the share of all rounds in which at least i drafted tokens were accepted.
 
     A round that gave n tokens is taken to have accepted n - 1. Where the length limit cut off the target's own token at
-    the end of an answer, that is one too few for its last round.
+    the end of an answer, that is 1 too few for its last round.
 
     >>> accepted_share_of_rounds([[3, 1], [2, 1]])
     [0.5, 0.25]
     """
-    accepted = [given - 1 for rounds in by_round for given in rounds]
-    return [sum(kept > place for kept in accepted) / len(accepted) for place in range(max(accepted, default=0))]
+    accepted = [count - 1 for rounds in by_round for count in rounds]
+    return [sum(kept > position for kept in accepted) / len(accepted) for position in range(max(accepted, default=0))]
 
 
 Piece = tuple[str, int]
@@ -144,34 +132,22 @@ Piece = tuple[str, int]
 
 
 def origins(accepted: Sequence[int], tokens: int) -> list[int]:
-    """For each token of an answer its position in the draft; 0 for the target's own.
-
-    Args:
-        accepted: for each round, how many of its tokens were drafted.
-        tokens: how many tokens the answer has; the last round may have been cut.
+    """For each token of an answer its position in the draft; 0 for the target's own. The last round may be cut.
 
     >>> origins([2, 0, 1], 5)
     [1, 2, 0, 0, 1]
     """
-    return [place for kept in accepted for place in (*range(1, kept + 1), 0)][:tokens]
+    return [position for kept in accepted for position in (*range(1, kept + 1), 0)][:tokens]
 
 
 def pieces(tokens: Sequence[int], accepted: Sequence[int], text_of: Callable[[list[int]], str]) -> list[Piece]:
-    """The text of an answer, token by token.
-
-    A character of several tokens stands with its last one.
-
-    Args:
-        tokens: of the answer.
-        accepted: see `origins`.
-        text_of: the text of a list of tokens.
-    """
-    found: list[Piece] = []
+    """The text of an answer, token by token; a character of several tokens belongs to the last of them."""
+    pieces: list[Piece] = []
     shown = 0
-    for number, origin in enumerate(origins(accepted, len(tokens)), start=1):
-        text = text_of(list(tokens[:number]))
-        if number < len(tokens):
+    for count, origin in enumerate(origins(accepted, len(tokens)), start=1):
+        text = text_of(list(tokens[:count]))
+        if count < len(tokens):
             text = text.rstrip(REPLACEMENT)
-        found.append((text[shown:], origin))
+        pieces.append((text[shown:], origin))
         shown = max(shown, len(text))
-    return found
+    return pieces

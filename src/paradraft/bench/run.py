@@ -1,4 +1,4 @@
-"""`paradraft bench`: prepare, measure, summarize."""
+"""Runs a benchmark: prepares, measures, summarizes (`paradraft bench`)."""
 
 from __future__ import annotations
 
@@ -34,22 +34,17 @@ from paradraft.verify import load_rule
 def run_benchmark(
     benchmark: Benchmark, works: Sequence[Workload], report: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Measures, one work after the other; models are loaded once.
-
-    Args:
-        benchmark: what is compared.
-        works: what is answered, at least one.
-        report: told what is going on.
+    """Measures all workloads, one after the other; models are loaded once.
 
     Returns:
-        For each work a report of plain values: `machine`, `arguments`, `speeds` (of the machine), `methods` (the
-        summary), `steadiness` of the machine, `profile` if it was asked for, `answers` with every raw time, the
-        tokens of the first run and how many each target pass gave, and `example`: the first prompt, and for each
-        method that tells how its tokens came the pieces of its answer, see `paradraft.bench.result`.
+        For each workload a report of plain values: `machine`, `arguments`, `speeds` (of the machine), `methods` (the
+        summary), `steadiness` of the machine, `profile` if requested, `answers` with every raw time, the tokens of the
+        first run and how many each target pass gave, and `example`: the first prompt, and for each method that reports
+        the origin of tokens the pieces of its answer, see `paradraft.bench.result`.
 
     Raises:
-        ValueError: a model cannot be loaded, two methods are the same, prompts do not fit, or shapes are to accept
-            tokens by themselves.
+        ValueError: a model cannot be loaded, two methods are the same, prompts do not fit, or a shape has no synthetic
+            acceptance.
     """
     benchmark = replace(benchmark, runtime=settled(benchmark.runtime, benchmark.target))
     for work in works:
@@ -67,18 +62,18 @@ def run_benchmark(
     measured = []
     with running(prepared.answerers.values(), report) as versions:
         for work, texts in zip(works, prompts, strict=True):
-            found = measure(
+            measurements = measure(
                 prepared.answerers, texts, max_new_tokens=work.max_new_tokens, sampling=benchmark.sampling,
-                runs=benchmark.runs, device=torch.device(benchmark.runtime.device), report=_of(work, report),
+                runs=benchmark.runs, device=torch.device(benchmark.runtime.device), report=_named(work, report),
             )  # fmt: skip
-            measured.append(found)
-    speeds.measure()  # once more: a program beside the first time would make floors that are easily reached
+            measured.append(measurements)
+    speeds.measure()  # again, because another program may have slowed down the first measurement
     machine = describe_machine(benchmark.runtime.device)
     machine["versions"] |= versions
     machine["kernels"] = kernel_names()
     return [
-        _result(benchmark, prepared, work, texts, found, speeds, report) | {"machine": machine}
-        for work, texts, found in zip(works, prompts, measured, strict=True)
+        _result(benchmark, prepared, work, texts, measurements, speeds, report) | {"machine": machine}
+        for work, texts, measurements in zip(works, prompts, measured, strict=True)
     ]
 
 
@@ -91,7 +86,7 @@ def _result(
     speeds: Speeds,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The report of one work, but for the machine."""
+    """The report of one workload, without the machine."""
     profiles = {}
     for method in prepared.engines if benchmark.profiled else ():
         report(f"profiling {method.spec}")
@@ -99,44 +94,48 @@ def _result(
             benchmark, prepared.engines[method], prompts[: method.batch], work.max_new_tokens
         )
     methods = _summary(benchmark, measured, prepared, speeds)
-    asked = {"prompts": work.source, "num_prompts": len(prompts), "max_new_tokens": work.max_new_tokens}
+    arguments = {"prompts": work.source, "num_prompts": len(prompts), "max_new_tokens": work.max_new_tokens}
     return {
-        "arguments": {**benchmark.as_json(), **asked},
+        "arguments": {**benchmark.as_json(), **arguments},
         "speeds": speeds.as_json(),
         "methods": methods,
         "steadiness": steadiness(methods),
         **({"profile": profiles} if benchmark.profiled else {}),
         "answers": _answers(measured),
         "timeline": {
-            one.method.spec: one.runs[0][0].sides.timeline() for one in measured if one.runs[0][0].sides is not None
+            result.method.spec: result.runs[0][0].sides.timeline()
+            for result in measured
+            if result.runs[0][0].sides is not None
         },
         "example": {"prompt": prompts[0], "answers": _first_answers(measured, prepared)},
     }
 
 
-def _of(work: Workload, report: Callable[[str], None]) -> Callable[[str], None]:
-    return (lambda news: report(f"{work.name}: {news}")) if work.name else report
+def _named(work: Workload, report: Callable[[str], None]) -> Callable[[str], None]:
+    return (lambda message: report(f"{work.name}: {message}")) if work.name else report
 
 
 def _summary(
     benchmark: Benchmark, measured: list[Measured], prepared: Preparation, speeds: Speeds
 ) -> dict[str, dict[str, Any]]:
-    """The figures of each method, with its floor and what was drawn."""
+    """The figures of each method, with its floor and synthetic acceptance."""
     summary = summarize(measured, benchmark.sampling)
-    for one in measured:
-        summary[one.method.spec] |= _floor(one, summary[one.method.spec], prepared.models[one.method], speeds)
-        summary[one.method.spec] |= _drawn(one.method, benchmark.acceptance)
-        summary[one.method.spec]["sides"] = of_sides([answer.sides for run in one.runs for answer in run])
-        summary[one.method.spec]["engine"] = _engine(one, prepared)
-        summary[one.method.spec]["weights"] = _weights(prepared.models[one.method])
-        summary[one.method.spec]["refusals"] = {
-            name: lm.refusals for name, lm in prepared.models[one.method].items() if lm.refusals
+    for result in measured:
+        summary[result.method.spec] |= _floor(
+            result, summary[result.method.spec], prepared.models[result.method], speeds
+        )
+        summary[result.method.spec] |= _drawn(result.method, benchmark.acceptance)
+        summary[result.method.spec]["sides"] = of_sides([answer.sides for run in result.runs for answer in run])
+        summary[result.method.spec]["engine"] = _engine(result, prepared)
+        summary[result.method.spec]["weights"] = _weights(prepared.models[result.method])
+        summary[result.method.spec]["refusals"] = {
+            name: lm.refusals for name, lm in prepared.models[result.method].items() if lm.refusals
         }
     return summary
 
 
 def _profile(benchmark: Benchmark, engine: Engine, prompts: list[str], max_new_tokens: int) -> dict[str, Any] | None:
-    """Where the time of a method's rounds goes."""
+    """The shares of the time of a method's rounds."""
     verify = load_rule(engine.speculation.verify)
     if benchmark.acceptance is not None:
         verify = benchmark.acceptance.instead_of(verify)
@@ -145,53 +144,51 @@ def _profile(benchmark: Benchmark, engine: Engine, prompts: list[str], max_new_t
 
 
 def _answers(measured: list[Measured]) -> dict[str, dict[str, Any]]:
-    """What each method answered, by its spec: all times, and of the first run the tokens of each answer, and how many
-    of them each target pass gave."""
+    """By spec: all times, and of the first run the tokens of each answer and of each target pass."""
     return {
-        one.method.spec: {
-            "total_s": [[answer.total_s for answer in run] for run in one.runs],
-            "tokens": [tokens for answer in one.runs[0] for tokens in answer.tokens],
-            "by_round": by_round(one.runs[0]) or None,
+        result.method.spec: {
+            "total_s": [[answer.total_s for answer in run] for run in result.runs],
+            "tokens": [tokens for answer in result.runs[0] for tokens in answer.tokens],
+            "by_round": by_round(result.runs[0]) or None,
         }
-        for one in measured
+        for result in measured
     }
 
 
 def _first_answers(measured: list[Measured], prepared: Preparation) -> dict[str, list[Piece]]:
-    """The answer to the first prompt, by each method that tells how its tokens came."""
-    found = {}
-    for one in measured:
-        answer, tokenizer = one.runs[0][0], prepared.targets[one.method.target_key].tokenizer
+    """The answer to the first prompt, by each method that reports the origin of tokens."""
+    examples = {}
+    for result in measured:
+        answer, tokenizer = result.runs[0][0], prepared.targets[result.method.target_key].tokenizer
         if answer.accepted is not None:
-            found[one.method.spec] = pieces(answer.tokens[0], answer.accepted[0], tokenizer.decode)
-    return found
+            examples[result.method.spec] = pieces(answer.tokens[0], answer.accepted[0], tokenizer.decode)
+    return examples
 
 
-def _floor(one: Measured, figures: dict[str, Any], models: dict[str, CausalLM], speeds: Speeds) -> dict[str, Any]:
-    """Which share of the floor a method reaches."""
+def _floor(result: Measured, figures: dict[str, Any], models: dict[str, CausalLM], speeds: Speeds) -> dict[str, Any]:
     sizes = {name: Size.of(lm.model, lm.weight_bytes) for name, lm in models.items()}
-    passes = added([answer.passes for run in one.runs for answer in run])
+    passes = added([answer.passes for run in result.runs for answer in run])
     return reached(passes, sizes, speeds, total_s=figures["total_s"], prefill_s=figures["prefill_s"])
 
 
-def _engine(one: Measured, prepared: Preparation) -> dict[str, Any] | None:
-    """What an engine in a process of its own said of itself, and how many passes its models made in all answers."""
-    process = prepared.answerers[one.method]
+def _engine(result: Measured, prepared: Preparation) -> dict[str, Any] | None:
+    """Facts about an engine in another process, and the passes of its models in all answers."""
+    process = prepared.answerers[result.method]
     if not isinstance(process, EngineProcess):
         return None
-    told = [answer.engine_passes for run in one.runs for answer in run if answer.engine_passes is not None]
-    passes = {part: sum(passes[part] for passes in told) for part in told[0]} if told else None
+    known = [answer.engine_passes for run in result.runs for answer in run if answer.engine_passes is not None]
+    passes = {part: sum(passes[part] for passes in known) for part in known[0]} if known else None
     return {**process.facts, "passes": passes}
 
 
 def _weights(models: dict[str, CausalLM]) -> dict[str, str]:
-    """What tells the weights of a method's models, if they are in a folder here, from others of the same name."""
+    """Digests of the weights of a method's models that are in local folders."""
     folders = {part: Path(lm.model.name_or_path) for part, lm in models.items() if lm.model.name_or_path}
     return {part: model_digest(folder)[:16] for part, folder in folders.items() if folder.is_dir()}
 
 
 def _drawn(method: Method, acceptance: SyntheticAcceptance | None) -> dict[str, Any]:
-    """What the figures say of drawn verdicts; the texts of no method can be compared then."""
+    """The figures of synthetic acceptance; texts cannot be compared then."""
     if acceptance is None:
         return {"synthetic_acceptance": None}
     rates = None if method.name in PLAIN else acceptance.rates

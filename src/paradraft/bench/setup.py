@@ -1,4 +1,4 @@
-"""What a benchmark runs with: the prompts, the models, each loaded once, and what answers by each method."""
+"""Prepares a benchmark: its prompts, its models, each loaded once, and the answerer of each method."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from paradraft.bench.baselines import HF, LLAMA_CPP, PEERS, is_llama_cpp, is_vllm, llama_cpp
 from paradraft.bench.baselines.llama_cpp import LlamaCppProcess, check_llama_cpp
-from paradraft.bench.baselines.vllm import VllmProcess, check_vllm, what_to_load
+from paradraft.bench.baselines.vllm import VllmProcess, check_vllm, worker_settings
 from paradraft.bench.harness import check_batches
 from paradraft.bench.result import Answerer
 from paradraft.bench.roofline import models_of
@@ -36,11 +36,11 @@ from paradraft.sources.presets import shape_of
 from paradraft.sources.target_loading import load_target
 
 PLAIN = (HF, AR, LLAMA_CPP)
-"""Methods that draft nothing, and can be timed with any weights."""
+"""Methods without a draft, which can be timed with any weights."""
 USUAL = 16
-"""Prompts that a benchmark asks by default; all of a file that has fewer."""
+"""Default number of prompts; of a file with fewer, all."""
 Answers = Callable[[list[str], int], list[str]]
-"""The target's answers to prompts, with at most so many tokens each."""
+"""The target's answers to prompts, with at most this many tokens each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,8 @@ class Workload:
     """Prompts that all methods answer.
 
     Args:
-        count: how many there are.
-        max_new_tokens: most tokens of an answer.
-        prompts: what they are, given what asks the target; some hold its own answers to others.
-        name: of the task, if it is one.
-        source: where the prompts are from, see `paradraft.data.prompts.counted`; None for a task.
+        prompts: makes them; some quote the target's own answers to others.
+        source: of the prompts, see `paradraft.data.prompts.counted`; None for a task.
     """
 
     count: int
@@ -63,25 +60,20 @@ class Workload:
 
     @classmethod
     def of(cls, prompts: list[str], max_new_tokens: int, source: str | None = None) -> Workload:
-        """Texts that are known."""
+        """A workload of known texts."""
         return cls(count=len(prompts), max_new_tokens=max_new_tokens, prompts=lambda _: prompts, source=source)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
-    """How prompts are asked in a chat.
-
-    Args:
-        system: the first message; None for none.
-        variables: of the chat template.
-    """
+    """The form of prompts in a chat."""
 
     system: str | None = None
     variables: dict[str, Any] = field(default_factory=dict)
 
 
 def held_out_prompts(
-    number: int | None,
+    count: int | None,
     file: Path | None,
     target: str,
     tokenizer: str | None = None,
@@ -89,29 +81,24 @@ def held_out_prompts(
     usual: int = USUAL,
     chat: Chat | None = None,
 ) -> list[str]:
-    """The first prompts of a file, conversations as the target reads them; without a file, of the pocket family's
-    held-out modules.
+    """The first prompts of a file, in the target's chat template if they are conversations.
 
     Args:
-        number: how many; None for `usual`, or for all where the file has fewer.
-        file: see `paradraft.data.prompts`.
-        target: who reads them.
-        tokenizer: its tokenizer, if it is not the one that comes with it.
-        usual: how many where the user has not said it.
-        chat: how prompts are asked in a chat; None continues them as they are.
+        count: None for `usual`, or for all where the file has fewer.
+        file: see `paradraft.data.prompts`; None for the pocket family's held-out modules.
+        chat: the form of a chat; None continues the prompts as they are.
 
     Raises:
-        ValueError: the file cannot be read or has fewer prompts, or conversations are to be asked of a target without
-            a chat template.
+        ValueError: the file cannot be read or has fewer prompts, or the target has no chat template for conversations.
     """
-    records = first_prompts(file or pocket_folder("prompts.jsonl"), number, usual)
+    records = first_prompts(file or pocket_folder("prompts.jsonl"), count, usual)
     records = records if chat is None else as_conversations(records, chat.system)
     variables = {} if chat is None else chat.variables
     return texts_of(records, lambda: tokenizer_for(locate(target, "target"), tokenizer), variables)
 
 
 def source_of(file: Path | None, target: str) -> str:
-    """Where the prompts of a run are from: a file, random tokens for a shape, or those of the pocket family."""
+    """The source of the prompts of a run: a file, random tokens for a shape, or those of the pocket family."""
     if is_shape(target):
         return RANDOM
     return DEFAULT if file is None else PIPE if file.is_fifo() else str(file)
@@ -119,54 +106,47 @@ def source_of(file: Path | None, target: str) -> str:
 
 def prompts_for(
     target: str,
-    number: int | None,
+    count: int | None,
     *,
     tokens: int,
     file: Path | None,
     tokenizer: str | None = None,
     chat: Chat | None = None,
 ) -> list[str]:
-    """The prompts of a run: random ones of so many tokens for a shape, which reads no texts, else those of a file.
-
-    Without a number there are `USUAL`, or fewer where the file is shorter.
+    """The prompts of a run: random ones of `tokens` tokens for a shape, which reads no texts, else those of a file.
 
     Raises:
-        ValueError: there is no such shape or file, or a shape is to read a file or a chat.
+        ValueError: there is no such shape or file, or a shape is combined with a file or a chat.
     """
     if not is_shape(target):
-        return held_out_prompts(number, file, target, tokenizer, chat=chat)
-    found = random_prompts(target, USUAL if number is None else number, tokens)
+        return held_out_prompts(count, file, target, tokenizer, chat=chat)
+    prompts = random_prompts(target, USUAL if count is None else count, tokens)
     if file is not None:
         raise ValueError(f"--prompts {file}: {target!r} reads no texts, its prompts are random: give --prompt-tokens")
     if chat is not None:
         raise ValueError(f"--chat: {target!r} reads no texts, leave it out")
-    return found
+    return prompts
 
 
-def random_prompts(shape: str, number: int, tokens: int) -> list[str]:
+def random_prompts(shape: str, count: int, tokens: int) -> list[str]:
     """Prompts for a shape: random token ids, written as its tokenizer reads them.
-
-    Raises:
-        ValueError: there is no such shape, or a number is below 1.
 
     >>> random_prompts("shape:tiny-target", 2, 3)
     ['49 53 5', '33 65 62']
     """
-    if number < 1 or tokens < 1:
-        raise ValueError(f"num_prompts={number}, prompt_tokens={tokens}: use at least 1")
+    if count < 1 or tokens < 1:
+        raise ValueError(f"num_prompts={count}, prompt_tokens={tokens}: use at least 1")
     chooser, ids = random.Random(0), shape_of(shape).mask_id
-    return [" ".join(str(chooser.randrange(ids)) for _ in range(tokens)) for _ in range(number)]
+    return [" ".join(str(chooser.randrange(ids)) for _ in range(tokens)) for _ in range(count)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What methods run with.
+    """Loaded models and answerers of all methods.
 
     Args:
-        answerers: what answers by each method.
-        models: the models of each method, by their part.
-        engines: of the methods that are ours.
-        targets: the target in each dtype, and for each set of CPUs; see `Method.target_key`.
+        models: of each method, by their part.
+        targets: by `Method.target_key`.
     """
 
     answerers: dict[Method, Answerer] = field(default_factory=dict)
@@ -180,77 +160,77 @@ class Preparation:
             Engine(target, NoDrafter(), Speculation(k=1)).check(prompts, max_new_tokens=max_new_tokens)
 
     def answers(self, method: Method, sampling: Sampling, report: Callable[[str], None]) -> Answers:
-        """What the target says, without a drafter, in the dtype and the batches of a method."""
+        """Answers of the target without a drafter, in the dtype and the batches of a method."""
         engine = Engine(self.targets[method.target_key], NoDrafter(), Speculation(k=1))
 
         def answer(prompts: list[str], max_new_tokens: int) -> list[str]:
             report(f"asking for {len(prompts)} answers that later prompts quote")
-            found = engine.generate(prompts, max_new_tokens=max_new_tokens, sampling=sampling, batch_size=method.batch)
-            return [one.text for one in found]
+            results = engine.generate(
+                prompts, max_new_tokens=max_new_tokens, sampling=sampling, batch_size=method.batch
+            )
+            return [result.text for result in results]
 
         return answer
 
 
 def prepare(benchmark: Benchmark, report: Callable[[str], None]) -> Preparation:
-    """Loads what methods need, models that they share only once; tells `report` what is going on.
-
-    Raises:
-        ValueError: a model cannot be loaded.
-    """
+    """Loads the models of all methods, shared ones only once; sends progress to `report`."""
     target, runtime, acceptance = benchmark.target, benchmark.runtime, benchmark.acceptance
-    found = Preparation()
+    preparation = Preparation()
     drafters: dict[tuple[object, ...], Drafter] = {}
     for method in benchmark.methods:
         report(f"loading {target} for {method.spec}")
         of_dtype = replace(runtime, dtype=method.loaded_dtype)
         with on_cpus(method.placement.target_cpus):
-            place = method.placement
-            on_devices = runtime_on(of_dtype, place)
-            if method.target_key not in found.targets:
-                found.targets[method.target_key] = load_target(target, on_devices, place.target_stages or ())
+            placement = method.placement
+            on_devices = runtime_on(of_dtype, placement)
+            if method.target_key not in preparation.targets:
+                preparation.targets[method.target_key] = load_target(target, on_devices, placement.target_stages or ())
                 if acceptance is not None:
-                    without_ends(found.targets[method.target_key])
-            loaded = found.targets[method.target_key]
+                    without_ends(preparation.targets[method.target_key])
+            loaded = preparation.targets[method.target_key]
             speculation = method.speculation
             key = (speculation.drafter, speculation.draft, method.target_key, method.placement)
             if key not in drafters:
-                processes = drafter_processes(speculation, place)
+                processes = drafter_processes(speculation, placement)
                 drafters[key] = load_drafter_in(processes, speculation, loaded, on_devices)
             drafter = drafters[key]
         if method.name not in PEERS:
-            found.engines[method] = method.engine(loaded, drafter)
+            preparation.engines[method] = method.engine(loaded, drafter)
         if is_llama_cpp(method.name):
             python = benchmark.llama_cpp_python
-            given = llama_cpp.what_to_load(method, target, loaded, python, report)
-            found.answerers[method] = LlamaCppProcess(method.spec, python, given, loaded, acceptance=acceptance)
+            settings = llama_cpp.worker_settings(method, target, loaded, python, report)
+            preparation.answerers[method] = LlamaCppProcess(
+                method.spec, python, settings, loaded, acceptance=acceptance
+            )
         elif acceptance is not None and method.name not in PLAIN:
-            found.answerers[method] = acceptance.answerer(found.engines[method])
+            preparation.answerers[method] = acceptance.answerer(preparation.engines[method])
         elif is_vllm(method.name):
-            given = what_to_load(method, target, loaded, compiled=runtime.compiled is not False)
-            found.answerers[method] = VllmProcess(method.spec, benchmark.vllm_python, given, loaded)
+            settings = worker_settings(method, target, loaded, compiled=runtime.compiled is not False)
+            preparation.answerers[method] = VllmProcess(method.spec, benchmark.vllm_python, settings, loaded)
         else:
-            found.answerers[method] = method.answerer(loaded, drafter)
-        found.models[method] = models_of(loaded.lm, drafter)
-    return found
+            preparation.answerers[method] = method.answerer(loaded, drafter)
+        preparation.models[method] = models_of(loaded.lm, drafter)
+    return preparation
 
 
 def check(benchmark: Benchmark, num_prompts: int) -> None:
-    """Raises ValueError for what can be known to be wrong before anything is loaded."""
+    """Raises ValueError for errors that show before anything is loaded."""
     methods, target = benchmark.methods, benchmark.target
     if not methods:
         raise ValueError("methods: name at least one")
     if launched() > 1:
         raise ValueError("a benchmark is one process: start it without torchrun, and place the drafter by draft_device")
-    for place, method in enumerate(methods):
-        if method in methods[:place]:
+    for index, method in enumerate(methods):
+        if method in methods[:index]:
             same = methods[methods.index(method)].spec
             raise ValueError(f"methods: {same!r} and {method.spec!r} are the same, name each only once")
     check_batches(methods, num_prompts)
     for method in methods:
-        replace(benchmark.runtime, dtype=method.loaded_dtype)  # it may be one that cannot be had here
+        replace(benchmark.runtime, dtype=method.loaded_dtype)  # the dtype may be unavailable here
         drafter, draft = method.speculation.drafter, method.speculation.draft
         if draft is not None and is_shape(draft):
-            shape_of(draft)  # its name may be misspelt
+            shape_of(draft)  # which raises if there is no such shape
         if takes_draft(drafter):
             check_draft(drafter, draft, target)
     _check_sampling(methods, benchmark.sampling)
@@ -268,7 +248,7 @@ def _check_sampling(methods: list[Method], sampling: Sampling) -> None:
 
 
 def _check_acceptance(methods: list[Method], target: str, acceptance: SyntheticAcceptance | None) -> None:
-    """Raises ValueError unless it is clear what each method will accept."""
+    """Raises ValueError unless synthetic acceptance is given exactly where it is needed."""
     for method in methods:
         if method.name in PLAIN:
             continue

@@ -1,4 +1,4 @@
-"""The two sides of drafting ahead (PEARL): how long each was at work, and which one waited for the other."""
+"""Measures both sides of drafting ahead (PEARL): the time that each worked, and waited for the other."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ SHOWN_ROUNDS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Sides:
-    """What the sides did in one answer.
+    """Work of both sides in one answer.
 
     Args:
         target: its passes, in order.
-        draft: the windows that were drafted, in order; one for each pass, but where the target waits for the first.
-        forwards: decoding passes of each side.
+        draft: drafted windows, in order; one for each pass, unless the target waits for the first.
     """
 
     target: tuple[Span, ...]
@@ -33,7 +32,7 @@ class Sides:
 
     @classmethod
     def of(cls, spans: Sequence[Span], forwards: dict[str, int]) -> Sides:
-        """From the spans of both."""
+        """From the spans of both sides."""
         sides = {side: tuple(span for span in spans if span.side == side) for side in ("target", "draft")}
         return cls(**sides, forwards=forwards)
 
@@ -45,12 +44,7 @@ class Sides:
 
 
 def forwards(models: dict[str, CausalLM], drafter: Drafter) -> dict[str, int]:
-    """Decoding passes of each side since the answer began.
-
-    Args:
-        models: of this process, by their part.
-        drafter: may have its model elsewhere.
-    """
+    """Decoding passes of each side since the answer began; the draft model may be in another process."""
     draft = sum(decoding_passes(lm.passes) for name, lm in models.items() if name != "target")
     copies = drafter.copies if isinstance(drafter, CoLocatedDrafter) else (drafter,)
     draft += sum(copy.passes() for copy in copies if isinstance(copy, RemoteDrafter))
@@ -58,23 +52,23 @@ def forwards(models: dict[str, CausalLM], drafter: Drafter) -> dict[str, int]:
 
 
 def of_sides(answers: Sequence[Sides | None]) -> dict[str, Any] | None:
-    """What the sides did in all answers of a method; None if it does not draft ahead.
+    """Totals of both sides in all answers of a method; None if it does not draft ahead.
 
     Returns:
         `forwards` of each side, summed; medians in milliseconds of a round (from one pass of the target to the next),
-        a pass of the target, a window of the draft, what passes from asking for it until it is begun (`transport`), and
-        the rest of a round beside the longer side; and of each side the share of the time in which it was at work.
+        a pass of the target, a window of the draft, the time from request to start of a window (`transport`), and the
+        rest of a round beside the longer side; and of each side the share of the time in which it worked.
     """
-    told = [sides for sides in answers if sides is not None]
-    known = [sides for sides in told if len(sides.target) > 1]
-    if not known:
+    recorded = [sides for sides in answers if sides is not None]
+    timed = [sides for sides in recorded if len(sides.target) > 1]
+    if not timed:
         return None
 
     def length(spans: Sequence[Span]) -> list[float]:
         return [span.ended_s - span.began_s for span in spans]
 
     rounds, targets, drafts, transports, busy = [], [], [], [], {"target": 0.0, "draft": 0.0}
-    for sides in known:
+    for sides in timed:
         rounds += [b.began_s - a.began_s for a, b in zip(sides.target, sides.target[1:], strict=False)]
         targets += length(sides.target)
         drafts += length(sides.draft)
@@ -88,7 +82,7 @@ def of_sides(answers: Sequence[Sides | None]) -> dict[str, Any] | None:
         for name, values in (("round", rounds), ("target", targets), ("draft", drafts), ("transport", transports))
     }
     return {
-        "forwards": {side: sum(sides.forwards[side] for sides in told) for side in busy},
+        "forwards": {side: sum(sides.forwards[side] for sides in recorded) for side in busy},
         "median_ms": medians | {"rest": medians["round"] - max(medians["target"], medians["draft"])},
         "busy": {side: seconds / sum(rounds) for side, seconds in busy.items()},
     }

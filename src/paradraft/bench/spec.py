@@ -1,10 +1,9 @@
-"""What a benchmark compares: methods on one target under the same conditions.
+"""The methods of a benchmark, and the conditions that they share.
 
 A method is written `name` or `name:setting=value:…`, such as `autoregressive:k=3` or
 `pard:tree=24:verify=rejection:lengths=expected:batch=4`; a drafter's own settings are among them, as in
-`ngram:max_ngram=5`. `hf` is plain `generate` of `transformers` (AR), `ar` is our
-decoding without a drafter (AR+), every drafter is a method, and so are the baselines, see
-`paradraft.bench.baselines`.
+`ngram:max_ngram=5`. `hf` is plain `generate` of `transformers` (AR), `ar` is our decoding without a drafter (AR+),
+every drafter is a method, and so are the baselines, see `paradraft.bench.baselines`.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
 
 AR = "ar"
-PLACES = ("target_cpus", "draft_cpus", "draft_device", "target_stages")
-SETTINGS = ("k", "tree", "verify", "lengths", "gamma", "overlap", *PLACES, "batch", "dtype", "draft", "confidence")
-"""What the spec of one method or another may set, beside the settings of its drafter."""
+PLACEMENT = ("target_cpus", "draft_cpus", "draft_device", "target_stages")
+SETTINGS = ("k", "tree", "verify", "lengths", "gamma", "overlap", *PLACEMENT, "batch", "dtype", "draft", "confidence")
+"""All settings of specs, beside those of drafters."""
 
 
 TargetKey = tuple[str, tuple[int, ...] | None, tuple[Stage, ...] | None]
 UNSET = Speculation(lengths="fixed")
-"""The defaults of a method: it drafts all K tokens, so that figures of different runs can be compared."""
+"""Defaults of a method: it drafts all K tokens, so that figures of different runs can be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +56,9 @@ class Method:
     Args:
         spec: as the user wrote it; methods that differ in nothing else are equal.
         name: `ar`, a drafter or a peer.
-        speculation: how it drafts and verifies, with our own drafter or the one that a peer is like; a setting that the
-            method does not have is as in `UNSET`.
-        dtype: of the weights and activations.
-        batch: prompts answered together.
-        placement: the CPUs of both sides.
-        confidence: of `hf-assisted`, below which probability of its token the draft ends.
+        speculation: with our own drafter or the one that a peer is like; settings that the method lacks are as in
+            `UNSET`.
+        confidence: of `hf-assisted`: the draft ends after a token less likely than this.
 
     Raises:
         ValueError: an unknown method or setting.
@@ -78,13 +74,7 @@ class Method:
 
     @classmethod
     def parse(cls, spec: str, defaults: Speculation = UNSET, *, dtype: str = "float32") -> Method:
-        """Reads a method.
-
-        Args:
-            spec: its name and settings.
-            defaults: the values of settings that it leaves out; its drafter is not looked at.
-            dtype: that of a method that leaves it out.
-        """
+        """Reads a method; `defaults` and `dtype` are values of settings that it leaves out."""
         name, settings = split_settings(spec)
         name = next((known for known, label in LABELS.items() if label == name), name)
         known = [AR, *(drafter for drafter in drafter_names() if drafter != "none"), *PEERS]
@@ -123,7 +113,7 @@ class Method:
         try:
             own |= {"gamma": gamma_of(values.get("gamma")), "overlap": values.get("overlap", UNSET.overlap)}
             speculation = replace(UNSET, drafter=":".join([drafter, *options]), **own)
-            target_cpus, draft_cpus = (cpus_of(values.get(name)) for name in PLACES[:2])
+            target_cpus, draft_cpus = (cpus_of(values.get(name)) for name in PLACEMENT[:2])
             device = values.get("draft_device")
             placement = Placement(
                 target_cpus=target_cpus,
@@ -146,17 +136,18 @@ class Method:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values of those settings that it has: `ar` has no `k`, and what drafts in turn no `gamma`. Those of its
-        drafter are its `options`."""
+        """The values of its settings; `ar` has no `k`, and methods that draft in turn have no `gamma`."""
         tree = self.speculation.tree
         values = {**vars(self), **vars(self.placement), **vars(self.speculation)}
         values["tree"] = None if tree is None else tree.nodes
         stages = values["target_stages"]
         values["target_stages"] = None if stages is None else "/".join(map(str, stages))
         options = {"options": drafter_settings(self.speculation.drafter)} if _option_names(self.name) else {}
-        unsaid = [name for name in ("gamma", *PLACES) if values[name] is None] + ["overlap"] * (values["gamma"] is None)
-        told = [setting for setting in _settings(self.name) if setting not in unsaid]
-        return {setting: values[setting] for setting in told} | options
+        unset = [name for name in ("gamma", *PLACEMENT) if values[name] is None] + ["overlap"] * (
+            values["gamma"] is None
+        )
+        shown = [setting for setting in _settings(self.name) if setting not in unset]
+        return {setting: values[setting] for setting in shown} | options
 
     @property
     def left_out(self) -> frozenset[str]:
@@ -165,29 +156,20 @@ class Method:
 
     @property
     def loaded_dtype(self) -> str:
-        """The dtype of the models that are loaded here: llama.cpp rounds its own, and takes no more than tokens from
-        ours."""
+        """The dtype of the models that are loaded here; llama.cpp quantizes its own weights."""
         return "bfloat16" if is_llama_cpp(self.name) and self.dtype in QUANTIZED else self.dtype
 
     @property
     def target_key(self) -> TargetKey:
-        """Methods with the same one share a loaded target: its dtype and its places."""
+        """Methods with the same key share a loaded target: its dtype and its placement."""
         return self.loaded_dtype, self.placement.target_cpus, self.placement.target_stages
 
     def engine(self, target: Target, drafter: Drafter) -> Engine:
-        """What decodes by this method, if it is ours.
-
-        Raises:
-            ValueError: the settings do not fit each other.
-        """
+        """The engine of a method of ours."""
         return Engine(target, drafter, self.speculation, cpus=self.placement.target_cpus)
 
     def answerer(self, target: Target, drafter: Drafter) -> Answerer:
-        """What answers prompts by this method.
-
-        Raises:
-            ValueError: the settings do not fit each other.
-        """
+        """The answerer of a method in this process."""
         if self.name == HF:
             return transformers.plain(target)
         if self.name == LOOKUP:
@@ -199,16 +181,16 @@ class Method:
 
 
 def _settings(name: str) -> list[str]:
-    """What a method's spec may set."""
+    """The settings of a method's spec."""
     if name in PEERS:
         return list(PEERS[name].settings)
     if name == AR:
         return ["dtype", "batch", "target_cpus", "target_stages"]
     drafter = drafter_class(name)
-    asked = ["k"] * (drafter.branching != "own") + ["verify"] * (not drafter.needs_drawn)
-    asked += ["gamma", "overlap", "draft_cpus", "draft_device"] * drafter.can_run_ahead
-    asked += ["target_cpus", "target_stages"]
-    return ["dtype", "batch", *asked, "lengths", *["tree"] * branches(name), *["draft"] * takes_draft(name)]
+    settings = ["k"] * (drafter.branching != "own") + ["verify"] * (not drafter.needs_drawn)
+    settings += ["gamma", "overlap", "draft_cpus", "draft_device"] * drafter.can_run_ahead
+    settings += ["target_cpus", "target_stages"]
+    return ["dtype", "batch", *settings, "lengths", *["tree"] * branches(name), *["draft"] * takes_draft(name)]
 
 
 def _option_names(name: str) -> list[str]:
@@ -246,17 +228,14 @@ def _confidence(spec: str, value: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """Methods, and what is the same for all of them.
+    """Methods, and the settings that all of them share.
 
     Args:
-        target: whose answers are timed; a shape is, too.
-        methods: ways to decode.
-        sampling: how tokens are chosen.
-        runtime: the device, and all else but the dtype, which is the method's own.
-        runs: how often everything is repeated.
+        target: a model or a shape.
+        runtime: the device, and all but the dtype, which each method sets.
         acceptance: replaces the verdicts of all methods that draft; then no answer ends before its last token.
         profiled: profile some rounds of each method of ours, after all have been timed.
-        vllm_python: the Python of vLLM's environment, for methods that run there; None for the usual place.
+        vllm_python: the Python of vLLM's environment; None for the default path.
         llama_cpp_python: the same of llama.cpp's.
     """
 

@@ -1,4 +1,4 @@
-"""A benchmark's figures as a table and a JSON file, and the mean of several tasks, as in the PARD paper's tables."""
+"""Summarizes a benchmark as a table and a JSON file, with the mean of several tasks, as in the PARD paper."""
 
 from __future__ import annotations
 
@@ -24,22 +24,19 @@ MEAN_CAPTION = (
     "tokens/s, and speedup against AR+ of the same dtype, of each task · mean: mean tokens/s, and its ratio to AR+'s"
 )
 OWN_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Settings under which peers are not compared, with the values that change nothing; a title names others."""
+"""Settings that peers do not have, with their neutral values; titles name other values."""
 
 
 def mean_of(tasks: dict[str, Summary]) -> Summary:
     """For each method the mean of its figures over tasks.
 
     As in the paper's column "Average" a speedup is the ratio of two mean speeds, not the mean of the ratios. The
-    speed to compare with is taken from each task: that method's speed over its own speedup there.
-
-    Args:
-        tasks: the summary of each, with the same methods.
+    baseline's speed in each task is the method's speed over its speedup there.
     """
     first = next(iter(tasks.values()))
     return {
         spec: {
-            "method": one["method"],
+            "method": figures["method"],
             "tokens_per_s": statistics.mean(_speed(summary[spec]) for summary in tasks.values()),
             "speedup_vs_hf": _ratio([summary[spec] for summary in tasks.values()], "speedup_vs_hf"),
             "speedup_vs_ar": _ratio([summary[spec] for summary in tasks.values()], "speedup_vs_ar"),
@@ -50,16 +47,16 @@ def mean_of(tasks: dict[str, Summary]) -> Summary:
             ),
             "identical_to_ar": _all([summary[spec]["identical_to_ar"] for summary in tasks.values()]),
         }
-        for spec, one in first.items()
+        for spec, figures in first.items()
     }
 
 
 def mean_table(tasks: dict[str, Summary], mean: Summary, title: str) -> FoldingTable:
     """One line per method: its speed and speedup in each task, and the mean."""
     result, names = FoldingTable(title, columns("method", *tasks, "mean"), legend=[MEAN_CAPTION]), labels(mean)
-    for spec, one in mean.items():
+    for spec, figures in mean.items():
         cells = [_cell(_speed(summary[spec]), summary[spec]["speedup_vs_ar"]) for summary in tasks.values()]
-        result.add_row(names[spec], *cells, _cell(one["tokens_per_s"], one["speedup_vs_ar"]))
+        result.add_row(names[spec], *cells, _cell(figures["tokens_per_s"], figures["speedup_vs_ar"]))
     return result
 
 
@@ -72,9 +69,9 @@ def _speed(figures: dict[str, Any]) -> float:
 
 
 def _ratio(tasks: list[dict[str, Any]], key: str) -> float | None:
-    if any(one[key] is None for one in tasks):
+    if any(figures[key] is None for figures in tasks):
         return None
-    return sum(map(_speed, tasks)) / sum(_speed(one) / one[key] for one in tasks)
+    return sum(map(_speed, tasks)) / sum(_speed(figures) / figures[key] for figures in tasks)
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -124,91 +121,94 @@ def table(summary: Summary, title: str) -> FoldingTable:
 
 
 def refusals(summary: Summary) -> list[str]:
-    """Which models were computed by PyTorch because their passes in C++ were refused, and why, each once."""
-    found = {
+    """Models that ran in PyTorch because their passes in C++ were refused, each with its reasons."""
+    lines = {
         f"SLOW: {name}: {reason}"
         for figures in summary.values()
         for name, reasons in figures.get("refusals", {}).items()
         for reason in reasons
     }
-    return sorted(found)
+    return sorted(lines)
 
 
 def legend(summary: Summary) -> str:
-    """What the words of a table mean, of those that occur in it; at most four lines of 80 characters."""
+    """Explanations of the words that occur in a table; at most four lines of 80 characters."""
     kinds = {figures["method"] for figures in summary.values()}
     peers = [LABELS[name] for name in (HF, ASSISTED, LOOKUP) if name in kinds]
 
-    def tells(key: str) -> bool:
+    def has(key: str) -> bool:
         return any(figures.get(key) is not None for figures in summary.values())
 
-    marks = ["* baseline"] * tells("baseline") + ["** fastest"] * has_faster_baselines(summary)
+    marks = ["* baseline"] * has("baseline") + ["** fastest"] * has_faster_baselines(summary)
     words = {
         f"{', '.join(peers)}: generate of transformers": bool(peers),
         "AR+: ours, no drafter" + (f" ({', '.join(marks)})" if marks else ""): AR in kinds,
         "VSD: ordinary draft model": "autoregressive" in kinds,
-        "PEARL: drafts ahead": tells("gamma"),
+        "PEARL: drafts ahead": has("gamma"),
         "k: tokens drafted per round": any(":k=" in spec for spec in summary),
-        "len: tokens per target pass, 1-32: of the first 32": tells("acceptance_length"),
-        "draft, verify, rest: of time": tells("draft_s"),
-        "floor: least possible time / time": tells("share_of_floor"),
-        "same: as AR+": tells("identical_to_ar"),
+        "len: tokens per target pass, 1-32: of the first 32": has("acceptance_length"),
+        "draft, verify, rest: of time": has("draft_s"),
+        "floor: least possible time / time": has("share_of_floor"),
+        "same: as AR+": has("identical_to_ar"),
     }
     return " · ".join(text for text, occurs in words.items() if occurs)
 
 
 def latency_table(summary: Summary) -> FoldingTable | None:
-    """One line per method: percentiles of TTFT, TPOT and ITL; None where no method tells them."""
+    """One line per method: percentiles of TTFT, TPOT and ITL; None where no method has them."""
     if not have_latencies(summary):
         return None
-    figures = [
+    percentiles = [
         Column(name=f"{name} p50" if share == "p50" else share, long=f"{name} {share}")
         for name in LATENCIES.values()
         for share in ("p50", "p99")
     ]
-    result, shown = FoldingTable("latency, ms", [*columns("method"), *figures], legend=[TERMS]), labels(summary)
-    for spec, one in summary.items():
-        spreads = [one.get(key) for key in LATENCIES]
+    result, shown = FoldingTable("latency, ms", [*columns("method"), *percentiles], legend=[TERMS]), labels(summary)
+    for spec, entry in summary.items():
+        spreads = [entry.get(key) for key in LATENCIES]
         cells = ["-" if known is None else milliseconds(known[share]) for known in spreads for share in ("p50", "p99")]
         result.add_row(shown[spec], *cells)
     return result
 
 
 def notes(summary: Summary) -> list[str]:
-    """What has to be known to read a table, a line each: folders that labels shorten, a machine that was not steady,
-    answers that repeat themselves, methods that do not pay, and missing baselines."""
+    """Remarks on a table, a line each.
+
+    Paths that labels shorten, an unsteady machine, answers that repeat themselves, methods that do not pay, and missing
+    baselines.
+    """
     shares, shown = dict[str, list[str]](), labels(summary)
     for spec, figures in summary.items():
         shares.setdefault(f"{figures['distinct_4grams']:.0%}", []).append(shown[spec])
     usual = max(shares, key=lambda share: len(shares[share]))
     others = [f"{share} of {'; '.join(names)}" for share, names in shares.items() if share != usual]
-    found = full_paths(summary)
-    found += [unsteady] if (unsteady := unsteady_runs(summary)) is not None else []
-    if (apart := _peers_apart(summary)) is not None:
-        found.append(apart)
-    found += [f"distinct 4-grams of the answers: {usual}" + (f" (but {', '.join(others)})" if others else "")]
-    found += [f"{shown[spec]}: {figures['advice']}" for spec, figures in summary.items() if figures.get("advice")]
+    lines = full_paths(summary)
+    lines += [unsteady] if (unsteady := unsteady_runs(summary)) is not None else []
+    if (difference := _why_peers_differ(summary)) is not None:
+        lines.append(difference)
+    lines += [f"distinct 4-grams of the answers: {usual}" + (f" (but {', '.join(others)})" if others else "")]
+    lines += [f"{shown[spec]}: {figures['advice']}" for spec, figures in summary.items() if figures.get("advice")]
     for lacking, specs in without_baseline(summary).items():
         names = "; ".join(shown[spec] for spec in specs)
-        found.append(f"no {lacking} in this run, so nothing stands under vs AR+ for: {names}")
-    return found
+        lines.append(f"no {lacking} in this run, so nothing stands under vs AR+ for: {names}")
+    return lines
 
 
-def _peers_apart(summary: Summary) -> str | None:
-    """Why peers have other texts, where all methods of ours have those of AR+."""
-    others = {spec: one for spec, one in summary.items() if one["identical_to_ar"] is False}
-    dtypes = {one.get("dtype") for one in others.values()} - {"float32", "float64"}
-    if not others or not dtypes or any(one["method"] not in PEERS for one in others.values()):
+def _why_peers_differ(summary: Summary) -> str | None:
+    """The reason why peers have other texts, if all methods of ours have those of AR+."""
+    others = {spec: figures for spec, figures in summary.items() if figures["identical_to_ar"] is False}
+    dtypes = {figures.get("dtype") for figures in others.values()} - {"float32", "float64"}
+    if not others or not dtypes or any(figures["method"] not in PEERS for figures in others.values()):
         return None
     names, rounded = ", ".join(labels(summary)[spec] for spec in others), "/".join(sorted(map(str, dtypes)))
-    found = f"same: no for {names}, which round {rounded} in another order; compare in float32"
-    if any(is_llama_cpp(one["method"]) and one.get("dtype") in QUANTIZED for one in others.values()):
-        found += "; llama.cpp rounds weights to other numbers than we do, and activations to 8 bits"
-    return found
+    line = f"same: no for {names}, which round {rounded} in another order; compare in float32"
+    if any(is_llama_cpp(figures["method"]) and figures.get("dtype") in QUANTIZED for figures in others.values()):
+        line += "; llama.cpp rounds weights to other numbers than we do, and activations to 8 bits"
+    return line
 
 
 def title_of(result: dict[str, Any]) -> str:
-    """What was measured, in one line; of drawn verdicts it says so first.
+    """The model, prompts and settings of a result in one line; drawn verdicts are named first.
 
     >>> arguments = {"target": "pocket", "num_prompts": 2, "max_new_tokens": 8, "sampling": {"temperature": 0.0}}
     >>> title_of({"arguments": arguments})
@@ -228,12 +228,7 @@ def title_of(result: dict[str, Any]) -> str:
 
 
 def marked(title: str, arguments: dict[str, Any]) -> str:
-    """A title that says before all else that verdicts were drawn, if they were.
-
-    Args:
-        title: of a result.
-        arguments: the result's.
-    """
+    """A title that begins with a mark if verdicts were drawn; title and arguments are those of a result."""
     rates = arguments.get("synthetic_acceptance")
     return title if rates is None else f"SYNTHETIC ACCEPTANCE {', '.join(f'{rate:.3g}' for rate in rates)}: {title}"
 
@@ -259,11 +254,11 @@ def write_json(file: Path, report: dict[str, Any]) -> None:
 
 
 def _indented(value: Any, margin: str) -> str:
-    """As `json.dumps` with an indent of 1, which would give each number of a list a line of its own."""
+    """Like `json.dumps` with an indent of 1, but with lists of numbers in one line."""
     inside = margin + " "
     if isinstance(value, dict) and value:
-        entries = [f"{json.dumps(key, ensure_ascii=False)}: {_indented(one, inside)}" for key, one in value.items()]
+        entries = [f"{json.dumps(key, ensure_ascii=False)}: {_indented(item, inside)}" for key, item in value.items()]
         return "{" + inside + f",{inside}".join(entries) + margin + "}"
-    if isinstance(value, list) and not all(isinstance(one, int | float) for one in value):
-        return "[" + inside + f",{inside}".join(_indented(one, inside) for one in value) + margin + "]"
+    if isinstance(value, list) and not all(isinstance(item, int | float) for item in value):
+        return "[" + inside + f",{inside}".join(_indented(item, inside) for item in value) + margin + "]"
     return json.dumps(value, ensure_ascii=False)

@@ -1,9 +1,8 @@
-"""What if so many drafted tokens were accepted? The work of a round with a verdict that is drawn.
+"""Times rounds with a simulated acceptance length.
 
-Draft pass, target pass and verification are done as ever; then the verdict is replaced by one with
-given acceptance rates. So the speed of any pair of models can be measured before anyone has trained
-the drafter. The texts are not the target's: this is for timing alone, and nothing but
-`paradraft bench` can reach it.
+Draft pass, target pass and verification run as usual; then the verdict is replaced by a drawn one with given acceptance
+rates. So the speed of any pair of models can be measured before the drafter is trained. The texts are not the
+target's: this is for timing alone, and only `paradraft bench` can use it.
 
 Shape letters: B rows of a batch, N nodes of a draft, K positions.
 """
@@ -38,17 +37,7 @@ from paradraft.verify.rules import Verify
 
 
 def rounds(batch: Batch, prompts: list[str], max_new_tokens: int, samplings: list[Sampling]) -> Iterator[RoundOutput]:
-    """Answers prompts together; only their length ends the answers.
-
-    Args:
-        batch: without rows.
-        prompts: texts.
-        max_new_tokens: tokens of each answer.
-        samplings: for each prompt.
-
-    Raises:
-        ValueError: a prompt and its answer do not fit into the model.
-    """
+    """Answers prompts together, in a batch without rows; only their length ends the answers."""
     requests = requests_of(batch.target, prompts, max_new_tokens, samplings)
     return run(batch, [Generation(replace(request, eos_ids=frozenset())) for request in requests])
 
@@ -58,11 +47,11 @@ LOSSLESS = False
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticAcceptance:
-    """How many tokens of a chain are accepted, instead of what the target says.
+    """Acceptance rates of chains that replace the target's verdicts.
 
     Args:
-        rates: for each position the share of drafts that reach so far whose token there is accepted, as
-            `acceptance_per_position` in a benchmark's file has it. Acceptance of a position takes that of all
+        rates: for each position the share of drafts of that length or more whose token there is accepted, as
+            `acceptance_per_position` in a benchmark's file has it. Acceptance of a position needs that of all
             earlier ones, so rates never rise. (The share of those drafts whose earlier tokens were all accepted is
             a rate divided by the one before.)
 
@@ -75,16 +64,16 @@ class SyntheticAcceptance:
     def __post_init__(self) -> None:
         if not self.rates or not all(0.0 <= rate <= 1.0 for rate in self.rates):
             raise ValueError(f"synthetic acceptance {self.in_words}: give rates from 0 to 1, one for each position")
-        for place in range(1, len(self.rates)):
-            if self.rates[place] > self.rates[place - 1]:
+        for index in range(1, len(self.rates)):
+            if self.rates[index] > self.rates[index - 1]:
                 raise ValueError(
-                    f"synthetic acceptance {self.in_words}: rate {place + 1} is larger than the one before: give "
+                    f"synthetic acceptance {self.in_words}: rate {index + 1} is larger than the one before: give "
                     "shares of all drafts, as acceptance_per_position has them, and a token needs all those before it"
                 )
 
     @classmethod
     def parse(cls, text: str) -> SyntheticAcceptance:
-        """Reads rates with commas between them.
+        """Reads rates separated by commas.
 
         >>> SyntheticAcceptance.parse("0.79,0.57,0.40").length
         2.76
@@ -98,12 +87,12 @@ class SyntheticAcceptance:
 
     @property
     def in_words(self) -> str:
-        """The rates with commas between them."""
+        """The rates, separated by commas."""
         return ", ".join(f"{rate:.3g}" for rate in self.rates)
 
     @property
     def length(self) -> float:
-        """The acceptance length that chains of as many tokens as there are rates will have."""
+        """The acceptance length of chains with a token for each rate."""
         return 1.0 + sum(self.rates)
 
     def check(self, spec: str, speculation: Speculation) -> None:
@@ -121,32 +110,34 @@ class SyntheticAcceptance:
     def instead_of(self, verify: Verify) -> Verify:
         """A rule that does the work of another and accepts by these rates.
 
-        One uniform number of the (seed, position) decides a round: as many tokens are accepted as there
+        A single uniform number of the (seed, position) decides a round: as many tokens are accepted as there
         are rates above it, but no more than the draft has. The token after them is the other rule's.
         """
 
         def drawn(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
-            found = verify(draft, out, sampler)
+            verdict = verify(draft, out, sampler)
             B, N = draft.tokens.shape
             assert N <= len(self.rates)
             chance_B1 = sampler.acceptance_numbers(1)
             rates_N = torch.tensor(self.rates[:N], dtype=chance_B1.dtype, device=chance_B1.device)
             is_kept_BN = ((chance_B1 < rates_N) & (draft.tokens != ABSENT)).long().cumprod(1) == 1
             nodes_BN = torch.arange(N, device=draft.tokens.device).expand(B, N)
-            next_B = found.tokens.gather(1, found.accepted[:, None])[:, 0]
+            next_B = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
             return Verdict.of(draft, torch.where(is_kept_BN, nodes_BN, ABSENT), next_B)
 
         return drawn
 
     def answerer(self, engine: Engine) -> Answerer:
-        """What answers prompts with this acceptance."""
+        """An answerer with this acceptance."""
         verify = self.instead_of(load_rule(engine.speculation.verify))
         models = models_of(engine.target.lm, engine.drafter)
 
         def answer(prompts: list[str], max_new_tokens: int, sampling: Sampling) -> BatchResult:
             ahead = engine.speculation.gamma is not None
-            how: dict[str, Any] = {"kind": DrawnAheadBatch.of(chances_of(self.rates))} if ahead else {"verify": verify}
-            batch = engine.new_batch(**how)
+            options: dict[str, Any] = (
+                {"kind": DrawnAheadBatch.of(chances_of(self.rates))} if ahead else {"verify": verify}
+            )
+            batch = engine.new_batch(**options)
             tokens: list[list[int]] = [[] for _ in prompts]
             delivered_s: list[list[float]] = [[] for _ in prompts]
             samplings = [replace(sampling, seed=_seed(prompt, sampling.seed)) for prompt in prompts]
@@ -182,49 +173,47 @@ def chances_of(rates: Sequence[float]) -> list[float]:
 
 
 class DrawnAheadBatch(AheadBatch):
-    """Draws verdicts where the drafter is a round ahead: each token of a window by the chance of its position.
+    """Draws verdicts for a drafter that is a round ahead: each token of a window by the chance of its position.
 
-    Args:
-        chances: of each position, once all earlier ones are accepted.
-        given: the arguments of `AheadBatch`.
+    `chances` are those of `chances_of`.
     """
 
-    def __init__(self, *given: Any, chances: Sequence[float], **settings: Any) -> None:
-        super().__init__(*given, **settings)
+    def __init__(self, *args: Any, chances: Sequence[float], **settings: Any) -> None:
+        super().__init__(*args, **settings)
         self._rule, self.verify = self.verify, self._drawn
         self._chances = torch.tensor((*chances, 0.0))
 
     @classmethod
     def of(cls, chances: Sequence[float]) -> Callable[..., AheadBatch]:
-        """What makes such a batch."""
+        """A constructor of such batches."""
         return partial(cls, chances=chances)
 
     def _drawn(self, draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
-        found = self._rule(draft, out, sampler)
+        verdict = self._rule(draft, out, sampler)
         B, N = draft.tokens.shape
-        self._numbers_BN = sampler.acceptance_numbers(N + 1)
-        places_BN = torch.tensor(self.first_depths)[:, None] - 1 + torch.arange(N)
-        chances_BN = self._chances[places_BN.clamp(max=len(self._chances) - 1)]
-        is_kept_BN = ((self._numbers_BN[:, 1:] < chances_BN) & (draft.tokens != ABSENT)).long().cumprod(1) == 1
-        next_B = found.tokens.gather(1, found.accepted[:, None])[:, 0]
+        self._uniforms_BN = sampler.acceptance_numbers(N + 1)
+        positions_BN = torch.tensor(self.first_depths)[:, None] - 1 + torch.arange(N)
+        chances_BN = self._chances[positions_BN.clamp(max=len(self._chances) - 1)]
+        is_kept_BN = ((self._uniforms_BN[:, 1:] < chances_BN) & (draft.tokens != ABSENT)).long().cumprod(1) == 1
+        next_B = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
         return Verdict.of(draft, torch.where(is_kept_BN, torch.arange(N).expand(B, N), ABSENT), next_B)
 
     def settle(self, verdict: Verdict, window: Draft) -> Verdict:
-        """The target's own token is the first of the window, or it is not, by the chance of a first token."""
+        """Draws whether the target's own token is the first of the window, by the chance of a first token."""
         if not window.tokens.shape[1]:
             return verdict
         first_B = window.tokens[:, 0]
-        is_first_B = (self._numbers_BN[:, 0] < self._chances[0]) & (first_B != ABSENT)
+        is_first_B = (self._uniforms_BN[:, 0] < self._chances[0]) & (first_B != ABSENT)
         own_B1 = torch.where(is_first_B, first_B, (first_B.clamp(min=0) + 1) % self.target.vocab_size)[:, None]
         return replace(verdict, tokens=verdict.tokens.scatter(1, verdict.accepted[:, None], own_B1))
 
 
 def _seed(prompt: str, seed: int) -> int:
-    """A seed for each prompt: prompts of one length would else all have the same verdicts."""
+    """A seed for each prompt: prompts of the same length would otherwise all have the same verdicts."""
     return zlib.crc32(prompt.encode()) ^ seed
 
 
 def without_ends(target: Target) -> None:
-    """Lets no token end an answer of this target: random verdicts make texts that end anywhere."""
+    """Removes the end-of-sequence tokens of this target: random verdicts make texts that end anywhere."""
     target.lm.model.generation_config.eos_token_id = None
     target.lm.model.config.eos_token_id = None

@@ -41,7 +41,7 @@ def test_the_memory_is_that_of_the_gpu_that_was_used(monkeypatch: pytest.MonkeyP
     assert [one.peak_gpu_bytes for one in measured(answer)] == [None]
 
 
-@pytest.mark.skipif(not harness._begin_anew(), reason="the kernel keeps no peaks, or does not forget them")
+@pytest.mark.skipif(not harness._reset_peak(), reason="the kernel keeps no peaks, or does not forget them")
 def test_each_method_has_the_peak_of_its_own_answers() -> None:
     """Guards against one number for all methods of a process, and against what is resident when an answer is over."""
 

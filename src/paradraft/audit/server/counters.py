@@ -54,14 +54,7 @@ def read(text: str) -> Counters | None:
 
 
 def fault_of_counters(before: Counters | None, after: Counters | None, answers: Sequence[Served], k: int) -> str | None:
-    """A sentence if the counters disagree with the answers; None if not, or if it cannot be decided.
-
-    Args:
-        before: counters before the answers.
-        after: counters after the answers.
-        answers: all that the server gave in between.
-        k: tokens drafted per round.
-    """
+    """A sentence if counters and the answers between them disagree; None if not, or if it cannot be decided."""
     if before is None or after is None:
         return None
     drafts, accepted = after.drafts - before.drafts, after.accepted - before.accepted

@@ -45,7 +45,6 @@ class Round:
         prompt: how many tokens of `text` are the prompt.
         text: the tokens before this pass.
         following: the tokens of the answer from this pass on.
-        accepted: how many drafted tokens were accepted.
     """
 
     prompt: int
@@ -59,15 +58,12 @@ class Drafting:
     """Drafting of a server, compared with that of the draft model here.
 
     Args:
-        rounds: how many were compared.
-        k: tokens drafted per round.
         length: acceptance length: accepted tokens plus 1, per pass of the target.
         expected_length: the same by the draft model here.
         by_position: for each position, the share of rounds in which the server has accepted it.
         expected_by_position: the same by the draft model here.
         equal: share of rounds in which as many tokens were accepted as are expected.
         cause: of a difference, as a clause; None if there is none.
-        notes: further remarks, a sentence each.
     """
 
     rounds: int
@@ -87,11 +83,9 @@ class Drafting:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModel:
-    """A draft model, and how an engine is to mode it.
+    """A draft model, and how an engine should use it.
 
     Args:
-        model: a causal LM in inference.
-        k: tokens drafted per round.
         mask_id: its mask token; None for a model that drafts one token per pass.
         known_ids: ids from there on are padding rows of the embedding.
         special: further ids that an engine could take for the mask, such as the end of a text.
@@ -116,9 +110,7 @@ class Mode:
         mask_id: the token in place of those to draft; None drafts one token per pass.
         shift: offset in rows at which drafts are compared.
         advances: whether the positions of the masks increase.
-        reads_prompt: whether the draft model reads the prompt.
         forbids: whether padding rows are never drafted.
-        changes: of the config that the model is built with.
     """
 
     mask_id: int | None
@@ -146,11 +138,6 @@ def rounds_of(served: Served, prompt: list[int]) -> list[Round]:
 
 def compare(rounds: Sequence[Round], draft: DraftModel, report: Callable[[str], None]) -> Drafting:
     """Compares the rounds of a server with the draft model here, and names the cause of a difference.
-
-    Args:
-        rounds: of greedy answers, at least one.
-        draft: the model that the server should draft with.
-        report: receives progress messages.
 
     Raises:
         ValueError: no chunk can be a round.

@@ -53,9 +53,6 @@ class Question:
     Args:
         number: of the prompt, from 1.
         prompt: a text or token ids to continue, or a conversation.
-        max_new_tokens: most tokens of the answer.
-        temperature: 0 for greedy decoding.
-        seed: of the random numbers.
         likeliest: tokens per position whose log-probabilities are requested (`top_logprobs`).
     """
 
@@ -96,7 +93,6 @@ class Served:
         logprobs: natural logarithm of the probability of each, by the server; None where it gives none.
         likeliest: at each position, the likeliest tokens with their log-probabilities.
         steps: how many tokens came with each chunk.
-        has_ended: whether the model ended the answer.
         is_named: whether the server gives names of tokens, not their ids.
         is_cut: whether the last token stands for all tokens whose names are ambiguous.
         read: the ids of the prompt, as the server read them; None if it does not say.
@@ -121,12 +117,8 @@ class Endpoint:
 
     Args:
         url: up to and with the version, such as "http://localhost:8000/v1".
-        model: name of the model on the server.
-        tokenizer: the model's.
-        end_ids: the tokens that end the model's texts.
         rows: of the model's output head; padding rows have no text.
         api_key: sent as a bearer token.
-        timeout_s: most seconds of an answer.
     """
 
     url: str
@@ -181,7 +173,6 @@ class Endpoint:
 
         Args:
             report: receives the number of answers so far.
-            concurrency: most questions at a time.
 
         Raises:
             ValueError: the server refuses a question, does not answer it, or gives no probabilities.

@@ -34,12 +34,9 @@ def audit_endpoint(
         reference: the model or server whose answers it must give.
         prompts: texts to continue, and conversations to answer.
         samples: sampled answers per prompt, beside the greedy one.
-        max_new_tokens: most tokens of an answer.
         temperature: of the sampled answers.
         seed: of the first sampled answer; each has the next.
         draft: the model that the server should draft with; None skips the check of its drafts.
-        draft_tokenizer: the draft's; None without one.
-        report: receives progress messages.
 
     Raises:
         ValueError: the server or the reference does not answer, or not as it must for an audit.

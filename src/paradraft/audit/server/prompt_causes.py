@@ -40,12 +40,7 @@ def fault_of_prompt(
     tokenizer: PreTrainedTokenizerBase,
     draft: PreTrainedTokenizerBase | None,
 ) -> str | None:
-    """What is wrong with the prompt that a server has read, as a clause; None if nothing is, or it does not say.
-
-    Args:
-        prompt: as it was sent.
-        draft: the draft model's, whose chat template may be another; None without one.
-    """
+    """The fault of the prompt that a server has read, as a clause; None if it has none, or the server does not say."""
     expected = expected_ids(prompt, tokenizer)
     if served.read is not None:
         if served.read == expected:
@@ -80,14 +75,9 @@ def fault_that_fits(
     draft: PreTrainedTokenizerBase | None,
     fits: Callable[[list[int]], bool],
 ) -> str | None:
-    """The same for a server that gives no ids, judged by the log-probabilities of its answer.
-
-    Returns:
-        None if the prompt is the right one, or none of the known wrong ones.
+    """The same for a server that gives no ids; None if the prompt is right, or none of the known wrong ones.
 
     Args:
-        prompt: as it was sent.
-        draft: the draft model's; None without one.
         fits: whether the server's log-probabilities of its answer are the model's after a prompt of these ids.
     """
     expected = expected_ids(prompt, tokenizer)

@@ -42,8 +42,6 @@ class Preference:
     Args:
         prompt: counted from 1.
         position: index of the token, from 0.
-        token: the server's.
-        preferred: the reference's.
         margin: difference of their log-probabilities, by the reference.
         own_margin: the same for the likeliest token, by the server itself.
         is_tie: whether rounding explains it.
@@ -63,19 +61,12 @@ class ServedReport:
     """The result of an audit of a server.
 
     Args:
-        verdict: as in `paradraft.audit.verdict`.
-        reason: one sentence.
-        answers: greedy ones and sampled ones.
-        tokens: of all answers.
-        reference: its name.
         preferences: positions at which greedy answers are not the reference's.
         difference: of the server's log-probabilities from the reference's; None if there was nothing to compare.
         places: tokens at which they were compared.
-        greedy_tokens: of all greedy answers.
         greedy_places: those of them at which the reference gives its preferred token.
         explained: the difference that rounding explains, up to a limit.
-        source: of `explained`, in words.
-        prompts: what is wrong with the prompts that the server has read; None if nothing is, or it does not say.
+        prompts: the fault of the prompts that the server has read; None if there is none, or it does not say.
         uniformity: the test of the sampled tokens; None without these.
         control: the same test at another temperature, which it must fail.
         drafting: comparison with the draft model here; None if there was none.
@@ -126,10 +117,8 @@ def judge(
 
     Args:
         sampled: empty tests no distribution.
-        groups: tokens that the answers do not tell difference.
-        temperature: of the sampled answers.
-        prompts: what is wrong with the prompts that it has read.
-        report: receives progress messages.
+        groups: tokens that the answers do not tell apart.
+        prompts: the fault of the prompts that it has read; None if there is none.
 
     Raises:
         ValueError: the reference does not answer.
@@ -179,11 +168,7 @@ def judge(
 
 
 def fits(read: Read, reference: Reference) -> bool:
-    """Whether the server's log-probabilities of its answer are the reference's, up to rounding.
-
-    Raises:
-        ValueError: the reference does not answer.
-    """
+    """Whether the server's log-probabilities of its answer are the reference's, up to rounding."""
     findings = _Findings(())
     findings.add_difference(read.served, _table(reference, read))
     digits = _digits(findings.logprobs)
@@ -199,11 +184,7 @@ def _table(reference: Reference, read: Read) -> Table:
 
 
 class _Findings:
-    """Collects differences from the reference, answer by answer.
-
-    Args:
-        groups: tokens that answers do not tell apart.
-    """
+    """Collects differences from the reference, answer by answer; `groups` are tokens that answers do not tell apart."""
 
     def __init__(self, groups: Sequence[Collection[int]]) -> None:
         self.groups = groups

@@ -117,7 +117,6 @@ class Reference(Protocol):
         """Its probabilities at each position of an answer.
 
         Args:
-            prompt: ids.
             tokens: of the answer, at least one.
             logprobs: of the tokens, by the audited server.
 
@@ -207,13 +206,7 @@ class _Rows:
     def are_sampled(
         self, logits_NV: Tensor, tokens: Sequence[int], logprobs: Sequence[float | None], known: int
     ) -> bool:
-        """Whether the padding rows are sampled too, by all answers until now.
-
-        Args:
-            logits_NV: `[N, V]` of the model.
-            logprobs: of the tokens, by the server.
-            known: ids from there on are padding rows.
-        """
+        """Whether the padding rows, ids from `known` on, are sampled too, by all answers until now."""
         self._has_others = self._has_others or max(tokens) >= known
         parts = logits_NV.split(PLACES)
         whole_N = torch.cat([part.double().logsumexp(1) for part in parts])

@@ -1,4 +1,4 @@
-"""The peers of a benchmark: what people would use instead, on the same weights.
+"""The peers of a benchmark: other engines on the same weights.
 
 `hf` is plain `generate` of `transformers`, `hf-assisted` its assisted generation with an ordinary
 draft model, `hf-prompt-lookup` its prompt lookup; `vllm` is vLLM without a drafter, `vllm-draft`,
@@ -13,16 +13,15 @@ from dataclasses import dataclass
 HF, ASSISTED, LOOKUP = "hf", "hf-assisted", "hf-prompt-lookup"
 LLAMA_CPP = "llama-cpp"
 CONFIDENCE = 0.4
-"""Below this probability of its token the assistant of `transformers` stops drafting, unless told otherwise."""
+"""Default confidence: after a token less likely than this the assistant of `transformers` stops drafting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What is to be known of a peer before it runs.
+    """Properties of a peer that are known before it runs.
 
     Args:
-        like: the drafter of ours that drafts in the same way, from the same draft model.
-        settings: what its spec may set.
+        like: our own drafter that drafts in the same way, from the same draft model.
     """
 
     like: str
@@ -43,7 +42,7 @@ PEERS = {
     "llama-cpp-draft": Peer(like="autoregressive", settings=("dtype", "batch", "k", "draft")),
 }
 LLAMA_CPP_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
-"""What the dtypes of weights are in llama.cpp."""
+"""llama.cpp's names of the dtypes of weights."""
 
 
 def is_vllm(name: str) -> bool:

@@ -1,8 +1,7 @@
-"""Writes a causal LM of `transformers` as a GGUF file, which llama.cpp reads.
+"""Writes a causal LM of `transformers` as a GGUF file for llama.cpp.
 
-Token ids are all that is exchanged with llama.cpp, so the file has no vocabulary but its size. Numbers stay in the
-dtype that the model has, norms and biases become float32, as in llama.cpp's own converter
-(`convert_hf_to_gguf.py`).
+Only token ids are exchanged with llama.cpp, so the file has no vocabulary but its size. Weights keep the dtype of the
+model, norms and biases become float32, as in llama.cpp's own converter (`convert_hf_to_gguf.py`).
 """
 
 from __future__ import annotations
@@ -20,34 +19,34 @@ from transformers import PretrainedConfig, PreTrainedModel
 from paradraft.sources.gguf_model import INNER, OUTER, ROPE, settings_of
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""What llama.cpp calls them."""
+"""llama.cpp's names by `model_type`."""
 PERMUTED = "llama"
-"""The architecture that rotates neighbouring numbers of a head, where `transformers` rotates the n-th of its first half
-with the n-th of the second: rows of queries and keys change places."""
+"""The architecture whose rotary embedding pairs neighbouring elements of a head, where `transformers` pairs the n-th of
+the first half with the n-th of the second: rows of queries and keys are permuted."""
 WHOLE = {ours: theirs for theirs, ours in OUTER.items()}
 OF_LAYERS = {ours: theirs for theirs, ours in INNER.items()}
-"""Names of weights, ours and those of GGUF."""
+"""Names of weights in GGUF by those of `transformers`."""
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
-"""Numbers of GGML's types."""
+"""GGML's type codes."""
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
-"""llama.cpp's numbers of files whose matrices have them."""
+"""llama.cpp's file type codes, by the dtype of the matrices."""
 ALIGNMENT = 32
-"""Bytes: tensors begin at multiples of it."""
+"""Bytes; tensors begin at multiples of it."""
 UINT32, FLOAT32, STRING = 4, 6, 8
-"""Numbers of the types of settings."""
+"""Type codes of settings."""
 
 Settings = dict[str, int | float | str]
 
 
 def write_gguf(model: PreTrainedModel, file: Path) -> None:
-    """Writes a model; the file is whole or not there.
+    """Writes a model atomically: the file is complete or absent.
 
     Args:
         model: on the CPU, in float32, float16 or bfloat16.
-        file: in a folder that is there.
+        file: in an existing folder.
 
     Raises:
-        ValueError: llama.cpp would compute something else than this model does.
+        ValueError: llama.cpp would not compute the same as this model.
     """
     tensors = dict(_tensors(model))
     settings = _settings(model)
@@ -102,10 +101,7 @@ def _tensors(model: PreTrainedModel) -> Iterable[tuple[str, Tensor]]:
 
 
 def gguf_name(name: str) -> str:
-    """What GGUF calls a weight.
-
-    Raises:
-        ValueError: it has no name for it.
+    """GGUF's name of a weight.
 
     >>> gguf_name("model.layers.3.self_attn.o_proj.weight")
     'blk.3.attn_output.weight'
@@ -113,14 +109,14 @@ def gguf_name(name: str) -> str:
     if name in WHOLE:
         return WHOLE[name]
     part, _, kind = name.rpartition(".")
-    number, _, inner = part.removeprefix("model.layers.").partition(".")
+    layer, _, inner = part.removeprefix("model.layers.").partition(".")
     if inner not in OF_LAYERS:
         raise ValueError(f"llama.cpp has no weight {name!r}: leave this peer out")
-    return f"blk.{number}.{OF_LAYERS[inner]}.{kind}"
+    return f"blk.{layer}.{OF_LAYERS[inner]}.{kind}"
 
 
 def paired(weight: Tensor, heads: int) -> Tensor:
-    """The rows of a projection, or a bias, with those that are rotated together next to each other in each head.
+    """The rows of a projection, or a bias, with rows that are rotated together next to each other in each head.
 
     >>> paired(torch.tensor([0, 1, 2, 3, 10, 11, 12, 13]), heads=2).tolist()
     [0, 2, 1, 3, 10, 12, 11, 13]
@@ -129,16 +125,12 @@ def paired(weight: Tensor, heads: int) -> Tensor:
 
 
 def _head_size(config: PretrainedConfig) -> int:
-    found: int | None = getattr(config, "head_dim", None)
-    return config.hidden_size // config.num_attention_heads if found is None else found
+    head_dim: int | None = getattr(config, "head_dim", None)
+    return config.hidden_size // config.num_attention_heads if head_dim is None else head_dim
 
 
 def _rope_factors(model: PreTrainedModel) -> Tensor | None:
-    """What llama.cpp divides the plain frequencies of the rotary embedding by; None where they are the plain ones.
-
-    Raises:
-        ValueError: it cannot compute them.
-    """
+    """The divisors of the plain frequencies of the rotary embedding; None if all are 1."""
     rope, config = model.model.rotary_emb, model.config
     size = _head_size(config)
     plain = float(config.rope_parameters["rope_theta"]) ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)

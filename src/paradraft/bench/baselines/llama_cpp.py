@@ -1,7 +1,7 @@
-"""llama.cpp as a baseline, in a process of its own: plain decoding, and with a draft model.
+"""Runs llama.cpp as a baseline in another process: plain decoding, and with a draft model.
 
-Models are written as GGUF files into a folder of llama.cpp's environment, once: a file's name holds a digest of what is
-in it. A model that is a GGUF file already is loaded as it is.
+Models are written as GGUF files into a folder of llama.cpp's environment, once: the name of a file has a digest of its
+content. A model that is a GGUF file already is loaded as it is.
 """
 
 from __future__ import annotations
@@ -35,30 +35,27 @@ from paradraft.sources.presets import random_model, shape_of
 from paradraft.text.generation_config import suppressed_ids
 
 DEFAULT_PYTHON = Path("build/llama-cpp/bin/python")
-"""Where `make llama-cpp` puts the Python of llama.cpp's environment."""
+"""The Python of the environment that `make llama-cpp` creates."""
 NOT_INSTALLED = (
     f"llama.cpp is not installed in {DEFAULT_PYTHON.parent.parent}. Run `make llama-cpp`, or name its Python: "
     "--llama-cpp-python."
 )
 PACKAGE = "lib/python*/site-packages/llama_cpp*"
-"""llama-cpp-python, in the folder of an environment."""
+"""Path of llama-cpp-python in the folder of an environment."""
 ENVIRONMENTS = ("pyvenv.cfg", "conda-meta")
-"""What is in the folder of every environment, of one kind or the other."""
+"""Files of which every environment has one."""
 GGUF = ".gguf"
 WRITTEN = 1
-"""Raised whenever files are written in another way, so that older ones are not taken for new ones."""
+"""Version of the writer; raised with every change, so that older files are not reused."""
 
 
 class LlamaCppProcess(EngineProcess):
-    """One llama.cpp.
+    """A llama.cpp process.
 
     Args:
-        spec: the method, for messages.
         python: the Python of llama.cpp's environment; None for `DEFAULT_PYTHON`.
-        given: what to load, see `llama_cpp_worker.Worker`.
-        target: ours, for its tokens.
-        acceptance: decides which drafts are accepted, whatever the target says.
-        patience_s: how long loading, or one batch, may take.
+        acceptance: replaces the verdicts of the target.
+        patience_s: timeout of loading, and of a batch.
     """
 
     engine = "llama.cpp"
@@ -69,22 +66,18 @@ class LlamaCppProcess(EngineProcess):
         self,
         spec: str,
         python: Path | None,
-        given: dict[str, Any],
+        settings: dict[str, Any],
         target: Target,
         *,
         acceptance: SyntheticAcceptance | None = None,
         patience_s: float = 1800.0,
     ) -> None:
-        super().__init__(spec, python or DEFAULT_PYTHON, given, target, patience_s=patience_s, environment={})
+        super().__init__(spec, python or DEFAULT_PYTHON, settings, target, patience_s=patience_s, environment={})
         self._acceptance = acceptance
-        self._drafts = given["draft"] is not None
+        self._drafts = settings["draft"] is not None
 
     def __call__(self, prompts: list[str], max_new_tokens: int, sampling: Sampling) -> BatchResult:
-        """Answers a batch, as an `Answerer`.
-
-        Raises:
-            ValueError: the process has ended, is silent, or says what cannot be understood.
-        """
+        """Answers a batch, as an `Answerer`."""
         assert sampling.is_greedy, "refused when the method was read"
         drawn = None
         if self._acceptance is not None and self._drafts:
@@ -114,18 +107,15 @@ def _numbers(prompt: str, seed: int, count: int) -> list[float]:
 
 
 def environment_of(python: Path) -> Path:
-    """The folder of an environment, by its Python, which may be a link to another one's."""
+    """The folder of an environment; its Python may be a link to another environment's."""
     return python.absolute().parent.parent
 
 
 def installed_python(named: Path | None) -> Path | None:
     """The Python of llama.cpp's environment; None where it is not installed.
 
-    Args:
-        named: by the user; None for `DEFAULT_PYTHON`.
-
     Raises:
-        ValueError: the user named one that does not exist, is the system's, or is without llama-cpp-python.
+        ValueError: the user named a Python that does not exist, is the system's, or is without llama-cpp-python.
     """
     if named is not None and not named.is_file():
         raise ValueError(
@@ -136,41 +126,23 @@ def installed_python(named: Path | None) -> Path | None:
             f"--llama-cpp-python {str(named)!r} is in no environment of its own, into which models could be written: "
             "make one by python -m venv"
         )
-    # Said before models are written there, and of a build that was stopped too.
-    has_it = any(environment_of(named or DEFAULT_PYTHON).glob(PACKAGE))
-    if named is not None and not has_it:
+    # Checked before models are written there, and for a build that was stopped too.
+    has_package = any(environment_of(named or DEFAULT_PYTHON).glob(PACKAGE))
+    if named is not None and not has_package:
         raise ValueError(
             f"--llama-cpp-python {str(named)!r}: its environment has no llama-cpp-python: install it there"
         )
-    return (named or DEFAULT_PYTHON) if has_it else None
+    return (named or DEFAULT_PYTHON) if has_package else None
 
 
 def without_llama_cpp(methods: Sequence[Method], python: Path | None) -> tuple[list[Method], dict[str, str]]:
-    """Leaves out what needs llama.cpp where it is not installed.
-
-    Args:
-        methods: of a benchmark.
-        python: the Python of llama.cpp's environment, if the user named one; else it is looked for at `DEFAULT_PYTHON`.
-
-    Returns:
-        The methods that can run, and for each of the others a sentence that says why not.
-
-    Raises:
-        ValueError: the user named a Python that does not exist, or nothing is left.
-    """
+    """Leaves out methods that need llama.cpp where it is not installed; see `without_engine`."""
     needed = any(is_llama_cpp(method.name) for method in methods)
     return without_engine(methods, is_llama_cpp, installed_python(python) if needed else None, NOT_INSTALLED)
 
 
 def check_llama_cpp(methods: Sequence[Method], target: str, sampling: Sampling, runtime: Runtime) -> None:
-    """Raises ValueError if a method that runs in llama.cpp cannot be compared under these settings.
-
-    Args:
-        methods: of a benchmark.
-        target: its name.
-        sampling: how tokens are chosen.
-        runtime: the device.
-    """
+    """Raises ValueError if a method that runs in llama.cpp cannot be compared under these settings."""
     for method in methods:
         if not is_llama_cpp(method.name):
             continue
@@ -192,17 +164,13 @@ def _check_folder(folder: str, dtype: str) -> None:
     check_config(config_of(folder))
 
 
-def what_to_load(
+def worker_settings(
     method: Method, name: str, target: Target, python: Path | None, report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What llama.cpp is told to load for a method; see `llama_cpp_worker.Worker`. Writes the files.
+    """The settings of the worker for a method, see `llama_cpp_worker.Worker`. Writes the GGUF files.
 
     Args:
-        method: one that `is_llama_cpp`.
-        name: the target's, as the user gave it.
-        target: ours, loaded.
-        python: the Python of llama.cpp's environment, if the user named one.
-        report: told what is going on.
+        name: of the target, as the user wrote it.
 
     Raises:
         ValueError: llama.cpp cannot compute one of the models, or its file cannot be written.
@@ -234,29 +202,12 @@ def _models(method: Method, target: str) -> list[tuple[str, str]]:
 
 
 def locate_model(name: str, role: str) -> str:
-    """The folder or Hugging Face id of a model, as `locate`; a GGUF file is its own.
-
-    Raises:
-        ValueError: there is no such model.
-    """
+    """The folder or Hugging Face id of a model, as `locate`, or the path of a GGUF file."""
     return name if name.endswith(GGUF) and Path(name).is_file() else locate(name, role)
 
 
 def model_file(folder: str, dtype: str, cache: Path, report: Callable[[str], None]) -> dict[str, Any]:
-    """The GGUF file of a model, written if it is not there.
-
-    Args:
-        folder: from `locate_model`.
-        dtype: of its weights.
-        cache: the folder of such files.
-        report: told what is going on.
-
-    Returns:
-        What `llama_cpp_worker.Model` takes.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
+    """The GGUF file of a model, written if it is missing, as `files` of `llama_cpp_worker.Model`."""
     if folder.endswith(GGUF):
         return {"file": str(Path(folder).absolute())}
     whole = whole_dtype(dtype)
@@ -280,7 +231,7 @@ def model_file(folder: str, dtype: str, cache: Path, report: Callable[[str], Non
 
 
 def whole_dtype(dtype: str) -> str:
-    """What weights are before they are rounded, as ours are: bfloat16, or float32 where that is faster."""
+    """The dtype of weights before they are quantized, as ours are: bfloat16, or float32 where that is faster."""
     if dtype not in QUANTIZED:
         return dtype
     return "bfloat16" if computes_bf16(torch.device("cpu")) else "float32"
@@ -293,13 +244,13 @@ def _model(folder: str, dtype: str) -> PreTrainedModel:
 
 
 def _digest(folder: str, dtype: str) -> str:
-    """What tells a model's file from those of all others."""
+    """Identifies a model's file."""
     if is_shape(folder):
-        told = f"{shape_of(folder)} torch {torch.__version__} transformers {transformers_version}"
+        identity = f"{shape_of(folder)} torch {torch.__version__} transformers {transformers_version}"
     elif Path(folder).is_dir():
-        told = model_digest(Path(folder))
+        identity = model_digest(Path(folder))
     else:
         known = try_to_load_from_cache(folder, "config.json")
         assert isinstance(known, str), "it has been loaded before"
-        told = model_digest(Path(known).parent)
-    return hashlib.sha256(f"{WRITTEN} {told} {dtype}".encode()).hexdigest()[:16]
+        identity = model_digest(Path(known).parent)
+    return hashlib.sha256(f"{WRITTEN} {identity} {dtype}".encode()).hexdigest()[:16]

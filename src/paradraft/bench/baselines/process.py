@@ -1,7 +1,7 @@
-"""Another engine in a process of its own, run by another environment's Python: it is never imported here.
+"""Runs another engine in another process, by the Python of its environment: it is never imported here.
 
-The process loads its models once and answers requests over pipes, a JSON object a line, so that its answers can take
-turns with those of our own methods. It times itself, so the pipes are not in the times.
+The process loads its models once and answers requests over pipes, a JSON object per line, so that its answers can take
+turns with those of our own methods. It measures its own times, so the pipes are not in them.
 """
 
 from __future__ import annotations
@@ -26,32 +26,30 @@ from paradraft.wording import number_of
 
 
 class EngineProcess:
-    """One engine, an `Answerer` while it is entered as a context.
+    """The process of an engine; an `Answerer` while it is entered as a context.
 
     Args:
-        spec: the method, for messages.
         python: the Python of the engine's environment.
-        given: what to load, as its worker takes it, and how many CPU `threads` to use.
-        target: ours, for its tokens.
-        patience_s: how long loading, or one batch, may take.
-        environment: further variables for it.
+        settings: of the worker, and `threads`: of the CPU.
+        target: ours, for its tokenizer.
+        patience_s: timeout of loading, and of a batch.
     """
 
     engine: ClassVar[str]
-    """What people call it."""
+    """Its name in messages."""
     key: ClassVar[str]
-    """Under which its worker tells its version."""
+    """The key of its version in the description."""
     worker: ClassVar[str]
     """The script that its Python runs."""
-    told: dict[str, Any]
-    """What it said of itself once it was loaded."""
+    description: dict[str, Any]
+    """The worker's first reply, after loading."""
     _process: subprocess.Popen[str]
 
     def __init__(
         self,
         spec: str,
         python: Path,
-        given: dict[str, Any],
+        settings: dict[str, Any],
         target: Target,
         *,
         patience_s: float,
@@ -59,7 +57,7 @@ class EngineProcess:
     ) -> None:
         self.spec = spec
         self._python = python
-        self._given = given
+        self._settings = settings
         self._target = target
         self._patience_s = patience_s
         self._environment = environment
@@ -70,23 +68,23 @@ class EngineProcess:
         """Answers a batch, as an `Answerer`.
 
         Raises:
-            ValueError: the process has ended, is silent, or says what cannot be understood.
+            ValueError: the process has ended, is silent, or gives an invalid reply.
         """
         raise NotImplementedError
 
     @property
     def version(self) -> str:
         """Of the engine, once it is loaded."""
-        return str(self.told[self.key])
+        return str(self.description[self.key])
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a result says of the engine: its name, its version, its threads, and what else its worker told."""
-        further = {key: value for key, value in self.told.items() if key != self.key}
-        return {"name": self.engine, "version": self.version, "threads": self._given["threads"], **further}
+        """Facts for a result: name, version and threads of the engine, and the rest of its description."""
+        further = {key: value for key, value in self.description.items() if key != self.key}
+        return {"name": self.engine, "version": self.version, "threads": self._settings["threads"], **further}
 
     def __enter__(self) -> Self:
-        """Starts it and waits until it is loaded.
+        """Starts the process and waits until it is loaded.
 
         Raises:
             ValueError: it cannot be started or cannot load.
@@ -98,14 +96,14 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
-                env={**os.environ, "OMP_NUM_THREADS": str(self._given["threads"]), **self._environment},
+                env={**os.environ, "OMP_NUM_THREADS": str(self._settings["threads"]), **self._environment},
                 encoding="utf-8",
             )
         except OSError as error:
             raise ValueError(f"method {self.spec!r}: {str(self._python)!r} cannot be run ({error.strerror})") from None
         threading.Thread(target=self._listen, daemon=True).start()
         try:
-            self.told = self._ask(self._given, (self.key,))
+            self.description = self._ask(self._settings, (self.key,))
         except BaseException:
             self.__exit__()
             raise
@@ -113,20 +111,14 @@ class EngineProcess:
 
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(OSError):  # what it was told last was never read
+        with suppress(OSError):  # the last request was never read
             self._process.stdin.close()
         self._end()
         self._process.stdout.close()
         self._log.close()
 
     def _answers(self, prompts: list[str], request: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-        """Asks for answers to prompts.
-
-        Args:
-            prompts: texts.
-            request: what the worker is told beside them.
-            keys: what it must tell beside the tokens of each answer.
-        """
+        """Requests answers to prompts; the reply must have these keys beside the tokens."""
         rows = [encode_prompt(prompt, self._target.tokenizer) for prompt in prompts]
         reply = self._ask({"prompts": rows, **request}, ("tokens", *keys))
         if len(reply["tokens"]) != len(rows):
@@ -138,7 +130,7 @@ class EngineProcess:
         return reply
 
     def _end(self) -> int:
-        """Its exit code; it is killed if it does not end by itself."""
+        """Waits for the exit code; kills a process that does not end by itself."""
         try:
             return self._process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:
@@ -184,7 +176,7 @@ class EngineProcess:
         return reply
 
     def _last_words(self) -> str:
-        """The last line of its standard error, to be put after a sentence."""
+        """The last line of its standard error, as the end of a sentence."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").split("\n")
         return next((f": {line.strip()}" for line in reversed(lines) if line.strip()), "")
@@ -193,13 +185,10 @@ class EngineProcess:
 def without_engine(
     methods: Sequence[Method], is_its: Callable[[str], bool], python: Path | None, not_installed: str
 ) -> tuple[list[Method], dict[str, str]]:
-    """Leaves out what needs an engine where it is not installed.
+    """Leaves out methods that need an engine where it is not installed.
 
     Args:
-        methods: of a benchmark.
-        is_its: whether a method of a name runs in the engine.
         python: the Python of its environment; None where there is none.
-        not_installed: a sentence that says so.
 
     Returns:
         The methods that can run, and for each of the others the sentence.
@@ -207,29 +196,29 @@ def without_engine(
     Raises:
         ValueError: nothing is left.
     """
-    wanted = [method.spec for method in methods if is_its(method.name)]
-    if not wanted or python is not None:
+    specs = [method.spec for method in methods if is_its(method.name)]
+    if not specs or python is not None:
         return list(methods), {}
     left = [method for method in methods if not is_its(method.name)]
     if not left:
-        raise ValueError(f"methods: only {', '.join(wanted)}, but {not_installed}")
-    return left, dict.fromkeys(wanted, not_installed)
+        raise ValueError(f"methods: only {', '.join(specs)}, but {not_installed}")
+    return left, dict.fromkeys(specs, not_installed)
 
 
 @contextmanager
 def running(answerers: Iterable[Answerer], report: Callable[[str], None]) -> Iterator[dict[str, str]]:
-    """Loads the engines of those of the answerers that have a process of their own, and ends them in the end.
+    """Starts the processes of those answerers that have one, and ends them afterwards.
 
     Yields:
-        The versions of the engines, by their keys; nothing if there is none.
+        The versions of the engines, by their keys.
 
     Raises:
-        ValueError: one cannot be loaded.
+        ValueError: an engine cannot be loaded.
     """
     versions = {}
     with ExitStack() as processes:
-        for one in answerers:
-            if isinstance(one, EngineProcess):
-                report(f"loading {one.engine} for {one.spec}")
-                versions[one.key] = processes.enter_context(one).version
+        for answerer in answerers:
+            if isinstance(answerer, EngineProcess):
+                report(f"loading {answerer.engine} for {answerer.spec}")
+                versions[answerer.key] = processes.enter_context(answerer).version
         yield versions

@@ -1,4 +1,4 @@
-"""`generate` of `transformers`: plain, with an assistant, and with prompt lookup."""
+"""Runs `generate` of `transformers` as a baseline: plain, with an assistant, and with prompt lookup."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ from paradraft.text.tokenization import encode_prompt
 
 
 def plain(target: Target) -> Answerer:
-    """What answers prompts by `generate`, batches too."""
+    """An answerer by `generate`, for batches too."""
     return _answerer(target, {})
 
 
 def assisted(target: Target, draft: PreTrainedModel, *, k: int, confidence: float) -> Answerer:
-    """What answers one prompt at a time by assisted generation.
+    """An answerer by assisted generation, for one prompt at a time.
 
     Args:
-        target: the model whose text it is.
         draft: an ordinary draft model; its generation config stays as it is.
         k: most tokens drafted per round.
         confidence: drafting stops after a token less likely than this; 0 drafts k tokens. Where
-            scikit-learn is installed, `transformers` moves it as it goes.
+            scikit-learn is installed, `transformers` adapts it during a run.
     """
     logging.getLogger("transformers.generation.utils").addFilter(_is_no_advice)
     # `transformers` reads these three settings from the draft model alone, which other methods share.
@@ -45,7 +44,7 @@ def assisted(target: Target, draft: PreTrainedModel, *, k: int, confidence: floa
 
 
 def prompt_lookup(target: Target, *, k: int) -> Answerer:
-    """What answers one prompt at a time by prompt lookup, which searches for the last two tokens, else for the last."""
+    """An answerer by prompt lookup, for one prompt at a time; searches for the last two tokens, else for the last."""
     return _answerer(target, {"prompt_lookup_num_tokens": k})
 
 
@@ -82,7 +81,7 @@ def _answerer(target: Target, settings: dict[str, object], assistant: PreTrained
         arrived_s = [moment_s - began_s for moment_s in rounds.moments_s]
         if not drafts:
             passes = plain_passes(len(rows), width, len(answered[0]))
-            # Each pass gives every row a token; what comes after the end of an answer is filling.
+            # Each pass gives every row a token; those after the end of an answer are padding.
             delivered_s = [arrived_s[: len(answer)] for answer in answers]
             return BatchResult(tokens=answers, total_s=total_s, stats=None, passes=passes, delivered_s=delivered_s)
         drafted = [wide - 1 for wide in [rounds.widths[0] - width + 1, *rounds.widths[1:]]]
@@ -96,14 +95,14 @@ def _answerer(target: Target, settings: dict[str, object], assistant: PreTrained
 
 
 def _is_no_advice(record: logging.LogRecord) -> bool:
-    """Whether `transformers` says something else than how its own call of the assistant should be written."""
+    """Filters out the advice of `transformers` on its own call of the assistant."""
     return not record.getMessage().startswith("Passing `generation_config` together with")
 
 
 class _Rounds(BaseStreamer):
-    """Hears of the new tokens of each round, and of the tokens that each pass of the target read.
+    """Records the new tokens of each round, and the tokens that each pass of the target reads.
 
-    `generate` hands tokens over on the host, so a GPU has been waited for, as it is in each step without a streamer.
+    `generate` hands tokens over on the host, so a GPU has been synchronized, as it is in each step without a streamer.
     """
 
     def __init__(self) -> None:
@@ -120,7 +119,7 @@ class _Rounds(BaseStreamer):
 
     @property
     def accepted(self) -> list[int]:
-        """For each round, how many of its tokens were drafted. What comes first is the prompt."""
+        """For each round, how many of its tokens were drafted. The first call has the prompt."""
         return [size - 1 for size in self._sizes[1:]]
 
     @property
@@ -131,10 +130,10 @@ class _Rounds(BaseStreamer):
 
 @contextmanager
 def _widths(model: PreTrainedModel, widths: list[int]) -> Iterator[None]:
-    """Notes how many tokens each pass of a model reads."""
+    """Records how many tokens each pass of a model reads."""
 
-    def note(_: torch.nn.Module, __: tuple[object, ...], given: dict[str, torch.Tensor]) -> None:
-        widths.append(given["input_ids"].shape[1])
+    def note(_: torch.nn.Module, __: tuple[object, ...], arguments: dict[str, torch.Tensor]) -> None:
+        widths.append(arguments["input_ids"].shape[1])
 
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
@@ -144,10 +143,10 @@ def _widths(model: PreTrainedModel, widths: list[int]) -> Iterator[None]:
 
 
 def up_to_end(tokens: list[int], eos_ids: list[int]) -> list[int]:
-    """An answer without the filling after its end.
+    """An answer without the padding after its end.
 
     >>> up_to_end([5, 6, 2, 0, 0], [2])
     [5, 6, 2]
     """
-    ends = [place + 1 for place, token in enumerate(tokens) if token in eos_ids]
+    ends = [index + 1 for index, token in enumerate(tokens) if token in eos_ids]
     return tokens[: ends[0]] if ends else tokens

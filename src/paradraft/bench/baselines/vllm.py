@@ -1,4 +1,4 @@
-"""vLLM as a baseline, in a process of its own."""
+"""Runs vLLM as a baseline in another process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ from paradraft.sources.loading import locate
 
 
 class VllmProcess(EngineProcess):
-    """One vLLM.
+    """A vLLM process.
 
     Args:
-        spec: the method, for messages.
         python: the Python of vLLM's environment; None for `DEFAULT_PYTHON`.
-        given: what to load, see `vllm_worker.Worker`, and how many CPU `threads` to use.
-        target: ours, for its tokens.
-        patience_s: how long loading, or one batch, may take. Compiling takes minutes on a slow CPU.
+        patience_s: timeout of loading, and of a batch. Compiling takes minutes on a slow CPU.
     """
 
     engine = "vLLM"
@@ -35,30 +32,26 @@ class VllmProcess(EngineProcess):
     worker = vllm_worker.__file__
 
     def __init__(
-        self, spec: str, python: Path | None, given: dict[str, Any], target: Target, *, patience_s: float = 1800.0
+        self, spec: str, python: Path | None, settings: dict[str, Any], target: Target, *, patience_s: float = 1800.0
     ) -> None:
         python = python or DEFAULT_PYTHON
-        super().__init__(spec, python, given, target, patience_s=patience_s, environment=intel_openmp(python))
-        self._k = (given["speculative"] or {}).get("num_speculative_tokens", 0)
+        super().__init__(spec, python, settings, target, patience_s=patience_s, environment=intel_openmp(python))
+        self._k = (settings["speculative"] or {}).get("num_speculative_tokens", 0)
         self._counts: dict[tuple[object, ...], Counts] = {}
 
     def __call__(self, prompts: list[str], max_new_tokens: int, sampling: Sampling) -> BatchResult:
-        """Answers a batch, as an `Answerer`.
-
-        Raises:
-            ValueError: the process has ended, is silent, or says what cannot be understood.
-        """
+        """Answers a batch, as an `Answerer`."""
         assert sampling.is_greedy, "refused when the method was read"
         # A greedy answer is the same each time: it is counted once.
-        known = (max_new_tokens, *prompts)
-        count = bool(self._k) and known not in self._counts
+        key = (max_new_tokens, *prompts)
+        count = bool(self._k) and key not in self._counts
         request = {"max_new_tokens": max_new_tokens, "eos_ids": sorted(self._target.eos_ids), "count": count}
         keys = ("total_s", "peak_rss_bytes", *(("drafts", "accepted") if count else ()))
         reply = self._answers(prompts, request, keys)
         tokens = reply["tokens"]
         if count:
             total = sum(map(len, tokens))
-            self._counts[known] = Counts(
+            self._counts[key] = Counts(
                 tokens=total,
                 # The pass that reads the prompt gives a token too, before anything is drafted. So does every pass for
                 # which n-grams found nothing, and vLLM counts none of those; each pass gives one token of the target's.
@@ -70,24 +63,13 @@ class VllmProcess(EngineProcess):
             tokens=tokens,
             total_s=reply["total_s"],
             stats=None,
-            counts=self._counts.get(known),
+            counts=self._counts.get(key),
             peak_rss_bytes=reply["peak_rss_bytes"],
         )
 
 
 def without_vllm(methods: Sequence[Method], python: Path | None) -> tuple[list[Method], dict[str, str]]:
-    """Leaves out what needs vLLM where it is not installed.
-
-    Args:
-        methods: of a benchmark.
-        python: the Python of vLLM's environment, if the user named one; else it is looked for at `DEFAULT_PYTHON`.
-
-    Returns:
-        The methods that can run, and for each of the others a sentence that says why not.
-
-    Raises:
-        ValueError: the user named a Python that does not exist, or nothing is left.
-    """
+    """Leaves out methods that need vLLM where it is not installed; see `without_engine`."""
     needed = any(is_vllm(method.name) for method in methods)
     return without_engine(methods, is_vllm, installed_python(python) if needed else None, NOT_INSTALLED)
 
@@ -109,17 +91,15 @@ def check_vllm(methods: Sequence[Method], sampling: Sampling, runtime: Runtime) 
             raise ValueError(f"method {method.spec!r}: vLLM is compared on the CPU only, use --device cpu")
 
 
-def what_to_load(method: Method, name: str, target: Target, *, compiled: bool) -> dict[str, Any]:
-    """What vLLM is told to load for a method; see `vllm_worker.Worker`.
+def worker_settings(method: Method, name: str, target: Target, *, compiled: bool) -> dict[str, Any]:
+    """The settings of the worker for a method, see `vllm_worker.Worker`.
 
     Args:
-        method: one that `is_vllm`.
-        name: the target's, as the user gave it.
-        target: ours, loaded.
-        compiled: whether it shall compile its passes, as ours are.
+        name: of the target, as the user wrote it.
+        compiled: whether vLLM compiles its passes, as ours are.
 
     Raises:
-        ValueError: vLLM has no use for the draft.
+        ValueError: vLLM cannot use the draft.
     """
     folder = locate(name, "target")
     try:

@@ -1,4 +1,4 @@
-"""Bars and lines of a report, drawn with HTML and SVG: text stays text, at any width."""
+"""Draws bars and lines of a report with HTML and SVG: text stays text, at any width."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ class Bar:
     """One line of a chart.
 
     Args:
-        name: what stands before it.
-        value: what stands after it.
-        family: the class that colours it.
+        name: text before the bar.
+        value: text after the bar.
         parts: class and length of each part, as shares of the track.
-        spread: from where to where its value varied, as shares of the track.
+        spread: range of its value, as shares of the track.
     """
 
     name: Element
@@ -32,25 +31,25 @@ class Bar:
 
 
 def bars(lines: Sequence[Bar]) -> Element:
-    """A list of bars. Each says its name and value in words, so the bars themselves are hidden from screen readers."""
+    """A list of bars. Each has its name and value as text, so the bars themselves are hidden from screen readers."""
     return Element.of("ol", *map(_bar, lines), class_="bars")
 
 
-def _bar(one: Bar) -> Element:
+def _bar(line: Bar) -> Element:
     fills = [
         Element.of("span", class_=f"fill {name}".strip(), style=f"width:{_percent(length)}")
-        for name, length in one.parts.items()
+        for name, length in line.parts.items()
     ]
-    if one.spread is not None:
-        low, high = one.spread
-        place = f"left:{_percent(low)};width:{_percent(high - low)}"
-        fills.append(Element.of("span", class_="spread", style=place))
+    if line.spread is not None:
+        low, high = line.spread
+        style = f"left:{_percent(low)};width:{_percent(high - low)}"
+        fills.append(Element.of("span", class_="spread", style=style))
     return Element.of(
         "li",
-        Element.of("span", one.name, class_="name"),
-        Element.of("span", one.value, class_="value"),
+        Element.of("span", line.name, class_="name"),
+        Element.of("span", line.value, class_="value"),
         Element.of("span", *fills, class_="track", aria_hidden="true"),
-        class_=one.family,
+        class_=line.family,
     )
 
 
@@ -64,9 +63,6 @@ def lines(series: Mapping[str, Sequence[float]], *, title: str, description: str
     Args:
         series: values at positions 1, 2, …
         title: of the chart, for screen readers.
-        description: what it shows, in a sentence.
-        across: what the positions are.
-        up: what the values are.
     """
     longest = max(map(len, series.values()))
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
@@ -84,15 +80,15 @@ def lines(series: Mapping[str, Sequence[float]], *, title: str, description: str
     for position in range(1, longest + 1, 1 + longest // 20):
         drawn.append(Element.of("text", str(position), x=f"{x(position):.1f}", y=bottom + 17, text_anchor="middle"))
     drawn.append(Element.of("text", across, x=(_LEFT + right) / 2, y=_HEIGHT - 4, text_anchor="middle"))
-    for number, (name, values) in enumerate(series.items()):
-        points = [(x(place), y(value)) for place, value in enumerate(values, start=1)]
+    for index, (name, values) in enumerate(series.items()):
+        points = [(x(position), y(value)) for position, value in enumerate(values, start=1)]
         drawn.append(
             Element.of(
                 "g",
                 Element.of("title", name),
-                Element.of("polyline", points=" ".join(f"{a:.1f},{b:.1f}" for a, b in points), **_dash(number)),
-                *(_mark(number, a, b) for a, b in points),
-                class_=_class(number),
+                Element.of("polyline", points=" ".join(f"{a:.1f},{b:.1f}" for a, b in points), **_dash(index)),
+                *(_mark(index, a, b) for a, b in points),
+                class_=_class(index),
             )
         )
     return Element.of(
@@ -108,22 +104,21 @@ def lines(series: Mapping[str, Sequence[float]], *, title: str, description: str
 
 
 LANES = {"target": "verify", "draft": "draft"}
-"""The class that colours the work of each side."""
+"""The class that colours each side."""
 
 
 def lanes(pieces: Sequence[tuple[str, float, float]], *, title: str, unit: str) -> Element:
-    """When two sides were at work, one above the other: gaps are waits.
+    """A timeline of two sides, one above the other: gaps are waits.
 
     Args:
         pieces: side, begin and end of each piece of work.
-        title: what it shows, for screen readers.
-        unit: of begin and end.
+        title: for screen readers.
     """
     last = max(end for _, _, end in pieces)
     scale, height = (_WIDTH - _LEFT - _RIGHT) / last, 18
     drawn = []
-    for number, (side, color) in enumerate(LANES.items()):
-        top = number * (height + 4)
+    for index, (side, color) in enumerate(LANES.items()):
+        top = index * (height + 4)
         drawn.append(Element.of("text", side, x=_LEFT - 4, y=top + height - 5, text_anchor="end"))
         drawn += [
             Element.of(
@@ -146,34 +141,34 @@ def lanes(pieces: Sequence[tuple[str, float, float]], *, title: str, unit: str) 
     )
 
 
-def key(number: int) -> Element:
-    """The line and mark of the series with this number, for a legend."""
+def key(index: int) -> Element:
+    """The line and mark of the series with this index, for a legend."""
     return Element.of(
         "svg",
-        Element.of("polyline", points="0,6 30,6", **_dash(number)),
-        _mark(number, 15, 6),
+        Element.of("polyline", points="0,6 30,6", **_dash(index)),
+        _mark(index, 15, 6),
         viewBox="0 0 30 12",
-        class_=_class(number),
+        class_=_class(index),
         aria_hidden="true",
     )
 
 
-def _class(number: int) -> str:
-    return f"series s{number % _COLORS}"
+def _class(index: int) -> str:
+    return f"series s{index % _COLORS}"
 
 
-def _dash(number: int) -> dict[str, str]:
-    """Lines are told apart without colour too: by their marks, and from the ninth on by dashes."""
-    return {} if number < _COLORS else {"stroke_dasharray": "5 4"}
+def _dash(index: int) -> dict[str, str]:
+    """Lines differ without colour too: by their marks, and from the ninth on by dashes."""
+    return {} if index < _COLORS else {"stroke_dasharray": "5 4"}
 
 
-def _mark(number: int, x: float, y: float) -> Element:
+def _mark(index: int, x: float, y: float) -> Element:
     r = 3.6
     corners = {
         1: [(-r, -r), (r, -r), (r, r), (-r, r)],
         2: [(0, -1.4 * r), (1.4 * r, 0), (0, 1.4 * r), (-1.4 * r, 0)],
         3: [(0, -1.25 * r), (1.2 * r, r), (-1.2 * r, r)],
-    }.get(number % 4)
+    }.get(index % 4)
     if corners is None:
         return Element.of("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=r, class_="mark")
     points = " ".join(f"{x + a:.1f},{y + b:.1f}" for a, b in corners)

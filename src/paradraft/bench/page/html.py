@@ -1,4 +1,4 @@
-"""Elements of an HTML page, escaped, and the parts that sections of a report are made of."""
+"""Elements of an HTML page, escaped, and building blocks of the sections of a report."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from paradraft.bench.result_file import mark
 from paradraft.bench.spec import AR
 
 VOID = ("meta", "br", "link")
-"""Elements that have no end."""
+"""Elements without an end tag."""
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
-"""Characters that a browser drops, that cannot be written, or that turn the text around them."""
+"""Characters that a browser drops, that cannot be encoded, or that change the direction of the text around them."""
 
 
 class Element(str):
-    """A piece of a page, escaped where it had to be."""
+    """HTML text that is escaped already."""
 
     __slots__ = ()
 
@@ -29,10 +29,9 @@ class Element(str):
         """An element.
 
         Args:
-            name: such as "p".
             children: elements, or texts, which are escaped.
             attributes: their underscores become hyphens, but for those at the end (`class_`); None and False are
-                left out, True stands without a value.
+                left out, True becomes an attribute without a value.
 
         >>> Element.of("p", "a < b ", Element.of("b", "bold"), class_="note", aria_hidden=True, title=None)
         '<p class="note" aria-hidden>a &lt; b <b>bold</b></p>'
@@ -47,7 +46,7 @@ class Element(str):
 
 
 def escaped(text: str) -> str:
-    """A text that a page shows as it is; what could not be seen is named.
+    """A text as HTML; characters that cannot be seen are named.
 
     >>> escaped("</script>\\x1b[2m"), escaped("a\\u202eb")
     ('&lt;/script&gt;␛[2m', 'a⟨U+202E⟩b')
@@ -55,8 +54,8 @@ def escaped(text: str) -> str:
     return html.escape(_UNSEEN.sub(_named, text))
 
 
-def _named(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _named(match: re.Match[str]) -> str:
+    code = ord(match[0])
     # Unicode has a picture for each of the first 32 characters and for DEL.
     return chr(0x2400 + code) if code < 0x20 else "\u2421" if code == 0x7F else f"⟨U+{code:04X}⟩"
 
@@ -69,11 +68,11 @@ FAMILIES = {
     "vllm": "vLLM",
     "llama-cpp": "llama.cpp",
 }
-"""Classes of methods that have a colour."""
+"""Families of methods, each with a colour."""
 
 
 def family(method: str) -> str:
-    """Which of `FAMILIES` a method belongs to."""
+    """The family of a method, one of `FAMILIES`."""
     if is_vllm(method):
         return "vllm"
     if is_llama_cpp(method):
@@ -82,7 +81,7 @@ def family(method: str) -> str:
 
 
 def number(value: float | None, form: str, unit: str = "") -> Element:
-    """A number as a reader wants it, with its exact value for programs; a dash where there is none."""
+    """A formatted number, with its exact value for programs; a dash for None."""
     if value is None:
         return Element("–")
     shown = format(value, form).replace("%", " %")
@@ -90,31 +89,31 @@ def number(value: float | None, form: str, unit: str = "") -> Element:
 
 
 def name_of(spec: str, methods: dict[str, Figures]) -> Element:
-    """A method as readers know it, its settings small."""
+    """The label of a method, its settings small."""
     name, _, settings = labels(methods)[spec].partition(", ")
     return joined([Element.of("span", name), *([Element.of("small", f" {settings}")] if settings else ())])
 
 
 def marked_name(spec: str, methods: dict[str, Figures]) -> Element:
-    """The same, with a word that says whether it is a baseline."""
+    """The label of a method, with a badge if it is a baseline."""
     words = {"*": "baseline", "**": "fastest baseline"}.get(mark(spec, methods))
     badge = [Element(" "), Element.of("span", words, class_="badge")] if words else []
     return joined([name_of(spec, methods), *badge])
 
 
 def tile(value: str, words: str) -> Element:
-    """A main number with what it means."""
+    """A main number with its explanation."""
     return Element.of("li", Element.of("strong", value), Element.of("span", words))
 
 
 def section(title: str, note: str | None, *children: Element) -> Element:
-    """A part of the page, with a line that explains it."""
-    told = [] if note is None else [Element.of("p", note, class_="note")]
-    return Element.of("section", Element.of("h2", title), *told, *children)
+    """A section of the page, with a line that explains it."""
+    explanation = [] if note is None else [Element.of("p", note, class_="note")]
+    return Element.of("section", Element.of("h2", title), *explanation, *children)
 
 
 def legend(names: list[str], words: dict[str, str]) -> Element:
-    """What colours mean: classes and their words."""
+    """A legend of colours: classes and their words."""
     entries = [Element.of("li", Element.of("span", class_=f"key {name}"), words[name]) for name in names]
     return Element.of("ul", *entries, class_="legend")
 

@@ -1,4 +1,4 @@
-"""A benchmark's result as one HTML page that needs nothing else: no script, no font, no picture from outside."""
+"""Writes a benchmark's result as one self-contained HTML page: no script, no font, no picture from outside."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from paradraft.files import check_outputs, write_output
 from paradraft.wording import number_of
 
 DEEPEST = 8
-"""Positions of a draft that have a colour of their own; deeper ones share the last."""
+"""Positions of a draft with different colours; deeper ones share the last."""
 
 
 def example(result: dict[str, Any]) -> Element | None:
-    """The answers to the first prompt; the fastest that was drafted is open."""
-    found = result.get("example")
-    if not found or not found["answers"]:
+    """The answers to the first prompt; the fastest one with a draft is open."""
+    first = result.get("example")
+    if not first or not first["answers"]:
         return None
-    answers: dict[str, list[Piece]] = found["answers"]
+    answers: dict[str, list[Piece]] = first["answers"]
     speed = {spec: result["methods"][spec]["tokens_per_s"]["median"] for spec in answers}
     drafting = [spec for spec, pieces in answers.items() if any(origin for _, origin in pieces)]
     shown = max(drafting or speed, key=lambda spec: speed[spec])
     names = labels(result["methods"])
-    told = [_answer(names[spec], found["prompt"], pieces, is_open=spec == shown) for spec, pieces in answers.items()]
+    details = [_answer(names[spec], first["prompt"], pieces, is_open=spec == shown) for spec, pieces in answers.items()]
     deepest = max((origin for pieces in answers.values() for _, origin in pieces), default=0)
-    return section("One answer", "The answer to the first prompt, token by token.", _legend(deepest), *told)
+    return section("One answer", "The answer to the first prompt, token by token.", _legend(deepest), *details)
 
 
 def _legend(deepest: int) -> Element:
     entries = [Element.of("li", "prompt", class_="prompt"), Element.of("li", "the target's own token")]
     if deepest:
-        places = range(1, min(deepest, DEEPEST) + 1)
+        positions = range(1, min(deepest, DEEPEST) + 1)
         shown = [
-            Element.of("span", f" {place}{'+' if place == DEEPEST < deepest else ''} ", class_=_tint(place))
-            for place in places
+            Element.of("span", f" {position}{'+' if position == DEEPEST < deepest else ''} ", class_=_tint(position))
+            for position in positions
         ]
         entries.append(Element.of("li", "drafted and accepted, by position: ", *shown))
     return Element.of("ul", *entries, class_="legend")
@@ -48,7 +48,7 @@ def _legend(deepest: int) -> Element:
 
 def _answer(name: str, prompt: str, pieces: list[Piece], *, is_open: bool) -> Element:
     drafted = sum(origin > 0 for _, origin in pieces)
-    # Each pass ends with a token of the target's own; the limit may have cut the last one's.
+    # Each pass ends with the target's own token; the limit may have cut that of the last.
     passes = len(pieces) - drafted + bool(pieces and pieces[-1][1])
     words = f" {number_of(len(pieces), 'token')} in {passes} passes of the target, {drafted} of them drafted"
     return Element.of(
@@ -77,10 +77,6 @@ FILE = "index.html"
 def write_page(folder: Path, result: dict[str, Any]) -> Path:
     """Writes the page of a result.
 
-    Args:
-        folder: where it goes; made if it does not exist.
-        result: what `run_benchmark` returns for one work.
-
     Returns:
         The page's file.
     """
@@ -90,36 +86,36 @@ def write_page(folder: Path, result: dict[str, Any]) -> Path:
 
 
 def check_folder(folder: Path | None) -> None:
-    """Raises ValueError if the page could not be written into a folder in the end."""
+    """Raises ValueError if the page cannot be written into a folder."""
     if folder is None:
         return
-    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not above.is_dir():
-        raise ValueError(f"{str(folder)!r} cannot hold a report: {str(above)!r} is a file, name a folder")
-    check_outputs(above / FILE)
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{str(folder)!r} cannot hold a report: {str(existing)!r} is a file, name a folder")
+    check_outputs(existing / FILE)
 
 
 def read_result(file: Path) -> dict[str, Any]:
-    """Reads what `paradraft bench --json` wrote; what an older version did not write yet is computed from the rest.
+    """Reads a file of `paradraft bench --json`; figures that an older version did not write are computed.
 
     Raises:
         ValueError: it cannot be read or is no result of a benchmark.
     """
-    found = read_result_file(file, ("machine", "arguments", "methods"))
+    result = read_result_file(file, ("machine", "arguments", "methods"))
     try:
-        found = completed(found)
-        page(found)
+        result = completed(result)
+        page(result)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(f"{str(file)!r} is no whole result of a benchmark ({problem}): {ADVICE}") from None
-    return found
+    return result
 
 
 def page(result: dict[str, Any]) -> str:
     """The page of a result, as text.
 
     Args:
-        result: what `run_benchmark` returns for one work, or what `read_result` read: what it lacks is not shown.
+        result: of one workload, from `run_benchmark` or `read_result`; missing parts are not shown.
     """
     title = title_of(result)
     style = resources.files("paradraft.bench.page").joinpath("page.css").read_text(encoding="utf-8")
@@ -127,7 +123,7 @@ def page(result: dict[str, Any]) -> str:
         "head",
         Element.of("meta", charset="utf-8"),
         Element.of("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        # Whatever a model says, nothing in this page runs or is fetched.
+        # Nothing in this page runs or is fetched, whatever the text of a model is.
         Element.of(
             "meta", http_equiv="Content-Security-Policy", content="default-src 'none'; style-src 'unsafe-inline'"
         ),
@@ -135,7 +131,7 @@ def page(result: dict[str, Any]) -> str:
         Element.of("title", f"paradraft bench: {title}"),
         Element("<style>" + style + "</style>"),
     )
-    found = [
+    parts = [
         sections.heading(result, title),
         sections.speeds(result),
         sections.acceptance(result),
@@ -147,5 +143,5 @@ def page(result: dict[str, Any]) -> str:
         sections.figures(result),
         sections.machine(result),
     ]
-    main = Element.of("main", *(section for section in found if section is not None))
+    main = Element.of("main", *(section for section in parts if section is not None))
     return "<!doctype html>\n" + Element.of("html", head, Element.of("body", main), lang="en") + "\n"

@@ -1,4 +1,4 @@
-"""The sections of a report, but for the answer."""
+"""Sections of a report, without the answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PARTS = {
 
 
 def heading(result: dict[str, Any], title: str) -> Element:
-    """What was measured, and the main numbers."""
+    """The title of the measurement, and the main numbers."""
     methods = result["methods"]
     best, figures = max(methods.items(), key=lambda item: item[1]["tokens_per_s"]["median"])
     speed = figures["tokens_per_s"]["median"]
@@ -47,13 +47,13 @@ def heading(result: dict[str, Any], title: str) -> Element:
         times = figures[f"speedup_vs_{name}"]
         if times is not None and figures["method"] != name:
             tiles.append(tile(number(times, ".2f", "×"), f"the speed of {LABELS[name]}, {words}"))
-    compared = [one["identical_to_ar"] for one in methods.values() if one["method"] not in (AR, *PEERS)]
+    compared = [entry["identical_to_ar"] for entry in methods.values() if entry["method"] not in (AR, *PEERS)]
     compared = [same for same in compared if same is not None]
     if compared:
         tiles.append(
             tile(f"{sum(compared)} of {len(compared)}", f"methods of ours give the very tokens of {LABELS[AR]}")
         )
-    asked = f" The prompts are {DEFAULT}." if result["arguments"].get("prompts") == DEFAULT else ""
+    origin = f" The prompts are {DEFAULT}." if result["arguments"].get("prompts") == DEFAULT else ""
     return Element.of(
         "header",
         Element.of("p", "paradraft bench", class_="kicker"),
@@ -61,7 +61,7 @@ def heading(result: dict[str, Any], title: str) -> Element:
         Element.of(
             "p",
             "All methods answered the same prompts on one machine, taking turns. Times include reading the prompt and "
-            f"the first draft; only tokens that were emitted count.{asked}",
+            f"the first draft; only tokens that were emitted count.{origin}",
             class_="lead",
         ),
         Element.of("ul", *tiles, class_="tiles"),
@@ -71,27 +71,27 @@ def heading(result: dict[str, Any], title: str) -> Element:
 def speeds(result: dict[str, Any]) -> Element:
     """Tokens per second, with their spread."""
     methods = result["methods"]
-    most = max(max(one["tokens_per_s"]["runs"]) for one in methods.values())
+    most = max(max(entry["tokens_per_s"]["runs"]) for entry in methods.values())
     drawn = []
-    for spec, one in methods.items():
-        median, runs = one["tokens_per_s"]["median"], one["tokens_per_s"]["runs"]
+    for spec, entry in methods.items():
+        median, runs = entry["tokens_per_s"]["median"], entry["tokens_per_s"]["runs"]
         value = [number(median, ".0f")]
-        if one["speedup_vs_ar"] is not None:
-            value += [Element.of("small", " ", number(one["speedup_vs_ar"], ".2f", "×"))]
+        if entry["speedup_vs_ar"] is not None:
+            value += [Element.of("small", " ", number(entry["speedup_vs_ar"], ".2f", "×"))]
         spread = (min(runs) / most, max(runs) / most) if len(runs) > 1 else None
         drawn.append(
             Bar(
-                name=marked_name(spec, methods), value=joined(value), family=family(one["method"]),
+                name=marked_name(spec, methods), value=joined(value), family=family(entry["method"]),
                 parts={"": median / most}, spread=spread,
             )
         )  # fmt: skip
-    runs = max(len(one["tokens_per_s"]["runs"]) for one in methods.values())
+    runs = max(len(entry["tokens_per_s"]["runs"]) for entry in methods.values())
     words = "Median of the runs; the mark reaches from the slowest to the fastest. " if runs > 1 else "One run. "
-    if any(one["speedup_vs_ar"] is not None for one in methods.values()):
+    if any(entry["speedup_vs_ar"] is not None for entry in methods.values()):
         words += f"Behind it: times the speed of {LABELS[AR]} of the same dtype and batch size, marked as a baseline. "
     if has_faster_baselines(methods):
         words += f"Against the fastest {LABELS[AR]}: see all figures."
-    families = [name for name in FAMILIES if any(family(one["method"]) == name for one in methods.values())]
+    families = [name for name in FAMILIES if any(family(entry["method"]) == name for entry in methods.values())]
     skipped = [
         Element.of("p", Element.of("strong", spec), f" was not run. {why}", class_="note warning")
         for spec, why in result.get("skipped", {}).items()
@@ -103,39 +103,39 @@ def speeds(result: dict[str, Any]) -> Element:
         )
         for missing, specs in without_baseline(methods).items()
     ]  # fmt: skip
-    skipped += [Element.of("p", one, class_="note") for one in full_paths(methods)]
+    skipped += [Element.of("p", path, class_="note") for path in full_paths(methods)]
     if (unsteady := unsteady_runs(methods)) is not None:
         skipped.append(Element.of("p", f"{unsteady[0].upper()}{unsteady[1:]}.", class_="note warning"))
     return section("Tokens per second", words, bars(drawn), legend(families, FAMILIES), *lacking, *skipped)
 
 
 def acceptance(result: dict[str, Any]) -> Element | None:
-    """How many drafted tokens rounds accept, with all rounds in the denominator."""
+    """Accepted drafted tokens per round, with all rounds in the denominator."""
     methods = result["methods"]
-    drafting = [spec for spec, one in methods.items() if one["acceptance_per_position"]]
-    shares = {spec: one["accepted_share_of_rounds"] for spec, one in methods.items()}
-    found = {spec: values for spec, values in shares.items() if values}
-    if not found:
+    drafting = [spec for spec, entry in methods.items() if entry["acceptance_per_position"]]
+    shares = {spec: entry["accepted_share_of_rounds"] for spec, entry in methods.items()}
+    known = {spec: values for spec, values in shares.items() if values}
+    if not known:
         return None
-    names = {spec: name for spec, name in labels(methods).items() if spec in found}
+    names = {spec: name for spec, name in labels(methods).items() if spec in known}
     chart = lines(
-        {names[spec]: values for spec, values in found.items()},
+        {names[spec]: values for spec, values in known.items()},
         title="Accepted tokens of a round",
         description="The table below has all values.",
         across="i, drafted tokens accepted",
         up="share of all rounds that accepted at least i",
     )
-    deepest = max(map(len, found.values()))
+    deepest = max(map(len, known.values()))
     head = ["", "tokens per pass", f"first {FIRST} tokens", *(f"≥ {i}" for i in range(1, deepest + 1))]
     rows = [
         [
-            joined([key(place), Element.of("span", names[spec])]),
+            joined([key(index), Element.of("span", names[spec])]),
             number(methods[spec]["acceptance_length"], ".2f"),
             number(methods[spec]["acceptance_length_first_32"], ".2f"),
             *(number(value, ".0%") for value in values),
             *[Element("")] * (deepest - len(values)),
         ]
-        for place, (spec, values) in enumerate(found.items())
+        for index, (spec, values) in enumerate(known.items())
     ]
     words = (
         "The share of all rounds (passes of the target) in which at least 1, 2, … drafted tokens became text. Rounds "
@@ -144,28 +144,28 @@ def acceptance(result: dict[str, Any]) -> Element | None:
         f"included; beside it the same over the first {FIRST} tokens of each answer, because later on greedy "
         "answers of small models repeat themselves."
     )
-    if untold := [labels(methods)[spec] for spec in drafting if spec not in found]:
-        words += f" The file does not tell of: {'; '.join(untold)}."
+    if unknown := [labels(methods)[spec] for spec in drafting if spec not in known]:
+        words += f" The file does not tell of: {'; '.join(unknown)}."
     return section("Accepted tokens of a round", words, chart, table("Accepted tokens of a round", head, rows))
 
 
 def rounds(result: dict[str, Any]) -> Element | None:
-    """Where the time of a round goes."""
+    """The shares of the time of a round."""
     split: dict[str, dict[str, float]] = {}
-    for spec, one in result["methods"].items():
-        if one["draft_s"] is not None and one["tokens"]:
-            per_round_ms = 1000 * one["acceptance_length"] / one["tokens"]
-            split[spec] = {part: one[f"{part}_s"] * per_round_ms for part in PARTS}
+    for spec, entry in result["methods"].items():
+        if entry["draft_s"] is not None and entry["tokens"]:
+            per_round_ms = 1000 * entry["acceptance_length"] / entry["tokens"]
+            split[spec] = {part: entry[f"{part}_s"] * per_round_ms for part in PARTS}
     if not split:
         return None
     most = max(sum(times.values()) for times in split.values())
     drawn = []
     for spec, times in split.items():
-        one = result["methods"][spec]
+        entry = result["methods"][spec]
         value = joined(
             [
                 number(sum(times.values()), ".1f", " ms "),
-                Element.of("small", "for ", number(one["acceptance_length"], ".2f")),
+                Element.of("small", "for ", number(entry["acceptance_length"], ".2f")),
             ]
         )
         shares = {part: time_ms / most for part, time_ms in times.items()}
@@ -180,7 +180,7 @@ def rounds(result: dict[str, Any]) -> Element | None:
 
 
 def latency(result: dict[str, Any]) -> Element | None:
-    """How long a reader waits: TTFT, TPOT and ITL, as servers report them."""
+    """Latencies as servers report them: TTFT, TPOT and ITL."""
     methods = result["methods"]
     if not have_latencies(methods):
         return None
@@ -188,22 +188,22 @@ def latency(result: dict[str, Any]) -> Element | None:
     rows = [
         [
             name_of(spec, methods),
-            *(number((one.get(key) or {}).get(share), ".2f", " ms") for key in LATENCIES for share in ("p50", "p99")),
+            *(number((entry.get(key) or {}).get(share), ".2f", " ms") for key in LATENCIES for share in ("p50", "p99")),
         ]
-        for spec, one in methods.items()
+        for spec, entry in methods.items()
     ]
     words = "In milliseconds, from the request; all prompts of a batch are asked at the same time. "
     return section("Latency", f"{words}{TERMS}.", table("Latency", head, rows))
 
 
 def timeline(result: dict[str, Any]) -> Element | None:
-    """Which side waits for which where both work at the same time, as in the PEARL paper's Figure 1."""
+    """When each side waits for the other where both work at the same time, as in the PEARL paper's Figure 1."""
     drawn: list[Element] = []
     for spec, pieces in (result.get("timeline") or {}).items():
         if not pieces or spec not in result["methods"]:
             continue
-        one = result["methods"][spec]
-        busy = "".join(f", {side} {share:.0%}" for side, share in (one["sides"] or {"busy": {}})["busy"].items())
+        entry = result["methods"][spec]
+        busy = "".join(f", {side} {share:.0%}" for side, share in (entry["sides"] or {"busy": {}})["busy"].items())
         name = labels(result["methods"])[spec]
         drawn.append(Element.of("p", Element.of("strong", name), Element.of("small", f" at work{busy} of the time")))
         drawn.append(lanes(pieces, title=f"When both sides of {name} were at work", unit="ms"))
@@ -218,16 +218,17 @@ def timeline(result: dict[str, Any]) -> Element | None:
 
 
 def roofline(result: dict[str, Any]) -> Element | None:
-    """How near each method comes to the least time that this machine can take."""
-    found = {spec: one for spec, one in result["methods"].items() if one.get("share_of_floor") is not None}
-    if not found:
+    """The share of the floor of each method: the least time that this machine can take."""
+    floored = {spec: entry for spec, entry in result["methods"].items() if entry.get("share_of_floor") is not None}
+    if not floored:
         return None
     drawn = [
         Bar(
-            name=name_of(spec, result["methods"]), value=joined([number(one["share_of_floor"], ".0%"), _seconds(one)]),
-            family=family(one["method"]), parts={"": one["share_of_floor"]},
+            name=name_of(spec, result["methods"]),
+            value=joined([number(entry["share_of_floor"], ".0%"), _seconds(entry)]),
+            family=family(entry["method"]), parts={"": entry["share_of_floor"]},
         )
-        for spec, one in found.items()
+        for spec, entry in floored.items()
     ]  # fmt: skip
     return section(
         "Share of the floor",
@@ -237,34 +238,36 @@ def roofline(result: dict[str, Any]) -> Element | None:
     )
 
 
-def _seconds(one: Figures) -> Element:
-    if one.get("floor_s") is None:
+def _seconds(entry: Figures) -> Element:
+    if entry.get("floor_s") is None:
         return Element("")
-    return Element.of("small", " ", number(one["floor_s"], ".2f"), " of ", number(one["total_s"], ".2f", " s"))
+    return Element.of("small", " ", number(entry["floor_s"], ".2f"), " of ", number(entry["total_s"], ".2f", " s"))
 
 
 def figures(result: dict[str, Any]) -> Element:
     """All numbers in a table."""
     columns: dict[str, Callable[[Figures], Element]] = {
-        "tokens/s": lambda one: number(one["tokens_per_s"]["median"], ".1f"),
-        "slowest run": lambda one: number(min(one["tokens_per_s"]["runs"]), ".1f"),
-        "fastest run": lambda one: number(max(one["tokens_per_s"]["runs"]), ".1f"),
-        f"× {LABELS[HF]}": lambda one: number(one["speedup_vs_hf"], ".2f"),
-        f"× {LABELS[AR]}": lambda one: number(one["speedup_vs_ar"], ".2f"),
-        f"× fastest {LABELS[AR]}": lambda one: number(one["speedup_vs_fastest_ar"], ".2f"),
-        "tokens per pass": lambda one: number(one["acceptance_length"], ".2f"),
-        f"first {FIRST} tokens": lambda one: number(one["acceptance_length_first_32"], ".2f"),
-        "same tokens": lambda one: Element({True: "yes", False: "no", None: "–"}[one["identical_to_ar"]]),
-        "distinct 4-grams": lambda one: number(one.get("distinct_4grams"), ".0%"),
-        "tokens": lambda one: number(one["tokens"], "d"),
-        "memory, MiB": lambda one: number(one["peak_rss_bytes"] / 2**20, ".0f"),
+        "tokens/s": lambda entry: number(entry["tokens_per_s"]["median"], ".1f"),
+        "slowest run": lambda entry: number(min(entry["tokens_per_s"]["runs"]), ".1f"),
+        "fastest run": lambda entry: number(max(entry["tokens_per_s"]["runs"]), ".1f"),
+        f"× {LABELS[HF]}": lambda entry: number(entry["speedup_vs_hf"], ".2f"),
+        f"× {LABELS[AR]}": lambda entry: number(entry["speedup_vs_ar"], ".2f"),
+        f"× fastest {LABELS[AR]}": lambda entry: number(entry["speedup_vs_fastest_ar"], ".2f"),
+        "tokens per pass": lambda entry: number(entry["acceptance_length"], ".2f"),
+        f"first {FIRST} tokens": lambda entry: number(entry["acceptance_length_first_32"], ".2f"),
+        "same tokens": lambda entry: Element({True: "yes", False: "no", None: "–"}[entry["identical_to_ar"]]),
+        "distinct 4-grams": lambda entry: number(entry.get("distinct_4grams"), ".0%"),
+        "tokens": lambda entry: number(entry["tokens"], "d"),
+        "memory, MiB": lambda entry: number(entry["peak_rss_bytes"] / 2**20, ".0f"),
     }
     methods = result["methods"]
-    rows = [[marked_name(spec, methods), *(show(one) for show in columns.values())] for spec, one in methods.items()]
+    rows = [
+        [marked_name(spec, methods), *(show(entry) for show in columns.values())] for spec, entry in methods.items()
+    ]
     differing = [
-        f"{labels(methods)[spec]} in {len(one['differing_prompts'])}"
-        for spec, one in methods.items()
-        if one["differing_prompts"]
+        f"{labels(methods)[spec]} in {len(entry['differing_prompts'])}"
+        for spec, entry in methods.items()
+        if entry["differing_prompts"]
     ]
     warning = [
         Element.of("p", f"Answers that differ from {LABELS[AR]}: {', '.join(differing)}.", class_="note warning")
@@ -285,27 +288,30 @@ def figures(result: dict[str, Any]) -> Element:
 
 def machine(result: dict[str, Any]) -> Element:
     """Hardware, versions, and the command."""
-    found = result["machine"]
-    memory = found.get("memory_bytes")
+    environment = result["machine"]
+    memory = environment.get("memory_bytes")
     facts = {
-        "processor": f"{found.get('cpu', '')} ({found.get('cpu_capability', '')})",
-        "cores, threads": f"{found.get('cores')}, {found.get('threads')}",
+        "processor": f"{environment.get('cpu', '')} ({environment.get('cpu_capability', '')})",
+        "cores, threads": f"{environment.get('cores')}, {environment.get('threads')}",
         "memory": None if memory is None else f"{memory / 2**30:.1f} GiB",
-        "GPU": found.get("gpu"),
-        "system": found.get("system"),
+        "GPU": environment.get("gpu"),
+        "system": environment.get("system"),
         "versions": ", ".join(
             f"{name} {version}"
-            for name, version in {"Python": found.get("python"), **found.get("versions", {})}.items()
+            for name, version in {"Python": environment.get("python"), **environment.get("versions", {})}.items()
         ),
-        "load at the end": None if found.get("load_average") is None else f"{found['load_average']:.2f}",
-        "date": found.get("date"),
+        "load at the end": None if environment.get("load_average") is None else f"{environment['load_average']:.2f}",
+        "date": environment.get("date"),
     }
     described = [
-        one for name, value in facts.items() if value for one in (Element.of("dt", name), Element.of("dd", str(value)))
+        element
+        for name, value in facts.items()
+        if value
+        for element in (Element.of("dt", name), Element.of("dd", str(value)))
     ]
     return section(
         "Machine and command",
         None,
         Element.of("dl", *described),
-        Element.of("pre", Element.of("code", shlex.join(map(str, found.get("command", ()))))),
+        Element.of("pre", Element.of("code", shlex.join(map(str, environment.get("command", ()))))),
     )

@@ -16,8 +16,8 @@ from paradraft.bench.baselines.llama_cpp import (
     check_llama_cpp,
     installed_python,
     model_file,
-    what_to_load,
     without_llama_cpp,
+    worker_settings,
 )
 from paradraft.bench.result import Counts
 from paradraft.bench.spec import Method
@@ -254,13 +254,13 @@ def test_files_are_written_once_for_each_content(family: Path, tmp_path: Path) -
     method = Method.parse(f"llama-cpp-draft:k=5:draft={family / 'draft'}")
     model = SimpleNamespace(generation_config=SimpleNamespace(suppress_tokens=[5]))
     loaded: Any = SimpleNamespace(vocab_size=64, lm=SimpleNamespace(model=model))
-    told = what_to_load(method, str(family / "target"), loaded, env, news.append)
+    told = worker_settings(method, str(family / "target"), loaded, env, news.append)
     assert (told["k"], told["batch"], told["exact"], told["tokens"], told["forbidden"]) == (5, 1, True, 64, [5])
     assert suppressed_ids(model.generation_config) == {5}  # it is what our own methods obey
     files = [Path(told[role]["file"]) for role in ("target", "draft")]
     assert [file.parent for file in files] == [cache, cache] and sorted(cache.iterdir()) == sorted(files)
     assert [file.name.rpartition("-")[2] for file in files] == ["F32.gguf", "F32.gguf"] and len(news) == 2
-    assert what_to_load(method, str(family / "target"), loaded, env, news.append) == told and len(news) == 2
+    assert worker_settings(method, str(family / "target"), loaded, env, news.append) == told and len(news) == 2
     copy = tmp_path / "elsewhere" / "target"
     copy.parent.mkdir()
     shutil.copytree(family / "target", copy)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paradraft.bench.baselines import vllm
-from paradraft.bench.baselines.vllm import VllmProcess, check_vllm, what_to_load, without_vllm
+from paradraft.bench.baselines.vllm import VllmProcess, check_vllm, without_vllm, worker_settings
 from paradraft.bench.result import Counts
 from paradraft.bench.spec import Method
 from paradraft.drafters.ngram import Config
@@ -126,7 +126,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
 def test_vllm_looks_up_what_our_drafter_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against peers that draft by other rules than ours."""
     monkeypatch.setattr(vllm, "locate", lambda name, role: f"{name}/{role}")
-    given = what_to_load(Method.parse("vllm-ngram:k=6:batch=4"), "t", TARGET, compiled=True)
+    given = worker_settings(Method.parse("vllm-ngram:k=6:batch=4"), "t", TARGET, compiled=True)
     assert given["model"] == "t/target" and given["batch"] == 4 and given["compiled"] and given["capacity"] == 128
     assert given["speculative"] == {
         "method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": Config().max_ngram, "prompt_lookup_min": 1,
