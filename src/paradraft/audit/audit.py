@@ -211,18 +211,18 @@ class _Answering:
     report: Callable[[str], None]
 
     def with_drafter(self, batch_size: int, counts: list[Stats]) -> list[Recording]:
-        """By the engine as it is; appends the statistics of each batch to `counts`."""
+        """Decodes with the engine as it is; appends the statistics of each batch to `counts`."""
         target = Recorder(self.engine.target)
         return self._answers(self.engine.new_batch(target=target), target, "with the drafter", batch_size, counts)
 
     def plain(self) -> list[Recording]:
-        """One token per pass, one prompt at a time."""
+        """Decodes one token per pass, one prompt at a time."""
         target, drafter = Recorder(self.engine.target), NoDrafter(self.engine.drafter.reserved_tokens)
         batch = self.engine.new_batch(target=target, drafter=drafter, lengths=Fixed(0))
         return self._answers(batch, target, "in plain decoding", 1, [])
 
     def control(self, batch_size: int) -> list[Recording]:
-        """By a wrong rule; drafts even where a length policy has learnt not to."""
+        """Decodes with a wrong rule; drafts even where a length policy has learnt not to."""
         target, lengths = Recorder(self.engine.target), Fixed(self.engine.speculation.depth)
         batch = self.engine.new_batch(target=target, lengths=lengths, verify=accept_all)
         return self._answers(batch, target, "with the control", batch_size, [])

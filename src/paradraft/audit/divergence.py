@@ -76,25 +76,25 @@ def compare(
     scale = max(float(answer.logits[answer.logits.isfinite()].abs().max()) for answer in plain)
     # If each side is within `allowed` of the model's own pass, they differ by at most twice as much.
     limit = min(ROUNDING_FACTOR * max(rounding, torch.finfo(dtype).eps * scale), 2 * allowed)
-    for case, mine, theirs in zip(cases, plain, drafted, strict=True):
-        scores = [_scores(engine, case, answer) for answer in (mine, theirs)]
-        is_chosen = [_are_chosen(*side) for side in zip(scores, (mine, theirs), strict=True)]
-        not_chosen += sum(int((~are).sum()) for are in is_chosen)
-        pairs = zip(mine.tokens, theirs.tokens, strict=True)
-        split = next((index for index, (a, b) in enumerate(pairs) if a != b), len(mine.tokens))
-        shared = min(split + 1, len(mine.tokens))
+    for case, alone, with_draft in zip(cases, plain, drafted, strict=True):
+        scores = [_scores(engine, case, answer) for answer in (alone, with_draft)]
+        is_chosen = [_are_chosen(*side) for side in zip(scores, (alone, with_draft), strict=True)]
+        not_chosen += sum(int((~chosen_N).sum()) for chosen_N in is_chosen)
+        pairs = zip(alone.tokens, with_draft.tokens, strict=True)
+        split = next((index for index, (a, b) in enumerate(pairs) if a != b), len(alone.tokens))
+        shared = min(split + 1, len(alone.tokens))
         positions += shared
-        bitwise += int((mine.logits[:shared] == theirs.logits[:shared]).all(1).sum())
-        largest = max(largest, difference(mine.logits[:shared], theirs.logits[:shared]).largest)
-        if split == len(mine.tokens):
+        bitwise += int((alone.logits[:shared] == with_draft.logits[:shared]).all(1).sum())
+        largest = max(largest, difference(alone.logits[:shared], with_draft.logits[:shared]).largest)
+        if split == len(alone.tokens):
             continue
-        apart = difference(mine.logits[split], theirs.logits[split]).largest
-        a, b = mine.tokens[split], theirs.tokens[split]
+        gap = difference(alone.logits[split], with_draft.logits[split]).largest
+        a, b = alone.tokens[split], with_draft.tokens[split]
         divergences.append(
             Divergence(
                 prompt=case.number, seed=case.sampling.seed, position=split, plain=a, drafted=b,
-                margin=float(scores[0][split, a] - scores[0][split, b]), difference=apart,
-                is_tie=all(bool(are[split]) for are in is_chosen) and apart <= limit,
+                margin=float(scores[0][split, a] - scores[0][split, b]), difference=gap,
+                is_tie=all(bool(chosen_N[split]) for chosen_N in is_chosen) and gap <= limit,
             )
         )  # fmt: skip
     return Comparison(
@@ -125,8 +125,8 @@ def rounding_of(engine: Engine, case: Case, answer: Recording, batch_size: int) 
         tokens = torch.tensor([reading[start : start + width]] * batch_size, device=device)
         logits = lm.forward(tokens).logits
         lm.advance([tokens.shape[1]] * batch_size)
-        if not bool((are := are_numbers(logits).all(0)).all()):
-            raise NotNumbersError(case, start + int(are.int().argmin()), "in passes of several tokens and rows")
+        if not bool((is_finite := are_numbers(logits).all(0)).all()):
+            raise NotNumbersError(case, start + int(is_finite.int().argmin()), "in passes of several tokens and rows")
         expected = answer.logits[start : start + width].expand_as(logits)
         largest = max(largest, difference(logits, expected).largest)
     return largest

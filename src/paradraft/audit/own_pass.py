@@ -224,11 +224,13 @@ class _Tally:
 
 def _distances(a_NV: Tensor, finer_NV: Tensor) -> Tensor:
     """`[2, N]` root mean squares and largest absolute values of differences, none smaller than `LEAST`."""
-    apart_NV = torch.where(a_NV == finer_NV, 0.0, (a_NV.double() - finer_NV.double()).abs()).nan_to_num(nan=torch.inf)
+    differences_NV = torch.where(a_NV == finer_NV, 0.0, (a_NV.double() - finer_NV.double()).abs()).nan_to_num(
+        nan=torch.inf
+    )
     finite_NV = torch.where(finer_NV.isfinite(), finer_NV.double(), torch.nan)
     least_N = LEAST * (finite_NV - finite_NV.nanmean(1, keepdim=True)).square().nanmean(1).sqrt()
     least_N = least_N.clamp(min=torch.finfo(torch.float32).tiny)  # 0 if all are the same
-    return torch.stack([apart_NV.square().mean(1).sqrt(), apart_NV.amax(1)]).maximum(least_N)
+    return torch.stack([differences_NV.square().mean(1).sqrt(), differences_NV.amax(1)]).maximum(least_N)
 
 
 def own_pass(
@@ -284,7 +286,7 @@ def own_pass(
 
 
 def _read(lm: CausalLM, case: Case, answer: Recording, *, is_measured: bool) -> _Read:
-    """Where passes are in C++, the model's own code reads only `MEASURED` answers."""
+    """Reads an answer by the model's own code; where passes are in C++, only `MEASURED` answers."""
     if lm.native is not None:
         return _read_in_cpp(lm, case, answer, is_measured=is_measured)
     own_NV = own_logits(lm, case, answer)
@@ -311,7 +313,7 @@ def _read_in_cpp(lm: CausalLM, case: Case, answer: Recording, *, is_measured: bo
     readings = readings_of(lm.model, lm.native, text_N, positions_N, last_NV)
     figures = readings.figures(last_NV)
     finer_NV = lm.allowed(readings.floats[of_answer])
-    if not bool((are := are_numbers(finer_NV)).all()):
-        raise NotNumbersError(case, int(are.int().argmin()), "in the model's own pass")
+    if not bool((is_finite_N := are_numbers(finer_NV)).all()):
+        raise NotNumbersError(case, int(is_finite_N.int().argmin()), "in the model's own pass")
     coarser_NV = (readings.moved if readings.rounded is None else readings.rounded)[of_answer]
     return _Read(finer=finer_NV, coarser=lm.allowed(coarser_NV), in_cpp=lm.allowed(in_cpp_NV), figures=figures)

@@ -102,8 +102,8 @@ def own_logits(
         logits_NV = lm.model(text, use_cache=False, logits_to_keep=len(answer.tokens)).logits[0]
     allowed_NV = lm.allowed(logits_NV)  # in place
     logits_NV = logits_NV if all_rows else allowed_NV
-    if not bool((are := are_numbers(logits_NV)).all()):
-        raise NotNumbersError(case, int(are.int().argmin()), "in the model's own pass")
+    if not bool((is_finite_N := are_numbers(logits_NV)).all()):
+        raise NotNumbersError(case, int(is_finite_N.int().argmin()), "in the model's own pass")
     return logits_NV
 
 
@@ -113,8 +113,10 @@ def difference(a_NV: Tensor, b_NV: Tensor) -> Difference:
     >>> difference(torch.tensor([[1.0, 0.0, 0.0, -torch.inf]]), torch.tensor([[5.0, 0.0, 0.0, -torch.inf]]))
     Difference(largest=4.0, root_mean_square=2.0)
     """
-    apart = torch.where(a_NV == b_NV, 0.0, (a_NV.double() - b_NV.double()).abs()).nan_to_num(nan=torch.inf)
-    return Difference(largest=float(apart.max()), root_mean_square=float(apart.square().mean().sqrt()))
+    differences_NV = torch.where(a_NV == b_NV, 0.0, (a_NV.double() - b_NV.double()).abs()).nan_to_num(nan=torch.inf)
+    return Difference(
+        largest=float(differences_NV.max()), root_mean_square=float(differences_NV.square().mean().sqrt())
+    )
 
 
 def over_all(parts: Sequence[Difference]) -> Difference:

@@ -76,7 +76,7 @@ class FoldingTable:
             yield Text(paragraph, style="dim")
 
     def _figures_width(self) -> int:
-        """Of all columns but those that may fold, without gaps."""
+        """Width of the columns of figures, without gaps."""
         width = 0
         for index, column in enumerate(self._columns):
             if not column.is_name:

@@ -19,7 +19,7 @@ LABELS = {
     "vllm-medusa": "vLLM Medusa", "vllm-eagle": "vLLM EAGLE",
     "llama-cpp": "llama.cpp", "llama-cpp-draft": "llama.cpp VSD",
 }  # fmt: skip
-"""By the name of the method; specs may use a label instead of the name."""
+"""Labels by the name of the method; specs may use a label instead of the name."""
 _EVIDENT = ("dtype=", "draft=", "verify=", "lengths=", "target_stages=")
 """Settings whose values need no name."""
 _CPUS = ("target_cpus=", "draft_cpus=")
@@ -48,7 +48,7 @@ def _paths(methods: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _shortened(paths: Collection[str]) -> dict[str, str]:
-    """By path, its last parts, as many as it takes to differ from the others; short paths stay.
+    """Shortened paths: their last parts, as many as it takes to differ; short paths stay.
 
     >>> for short in _shortened(["/home/me/first/pard/step-400", "/home/me/second/pard/step-400"]).values():
     ...     print(short)

@@ -146,7 +146,7 @@ def _draw_speeds(axes: Axes, methods: dict[str, dict[str, Any]], colours: dict[s
 def _draw_lanes(
     axes: Axes, lanes: dict[str, list[tuple[str, float, float]]], methods: dict[str, dict[str, Any]]
 ) -> None:
-    """When both sides were at work, as in the PEARL paper's Figure 1: gaps are waits."""
+    """A timeline of both sides, as in the PEARL paper's Figure 1: gaps are waits."""
     names: list[tuple[float, str]] = []
     for spec, pieces in lanes.items():
         for side, colour in (("target", COLOURS[2]), ("draft", COLOURS[0])):

@@ -144,7 +144,7 @@ def _profile(benchmark: Benchmark, engine: Engine, prompts: list[str], max_new_t
 
 
 def _answers(measured: list[Measured]) -> dict[str, dict[str, Any]]:
-    """By spec: all times, and of the first run the tokens of each answer and of each target pass."""
+    """The answers by spec: all times, and of the first run the tokens of each answer and of each target pass."""
     return {
         result.method.spec: {
             "total_s": [[answer.total_s for answer in run] for run in result.runs],

@@ -292,7 +292,7 @@ def _long_texts(rounds: Sequence[Round], expected: Sequence[int], draft: DraftMo
 
 @torch.no_grad()
 def _accepted(rounds: Sequence[Round], draft: DraftModel, mode: Mode) -> list[int]:
-    """How many drafted tokens are those of the answers, `[R]`."""
+    """Number of drafted tokens that the answers continue with, `[R]`."""
     with _rebuilt(draft.model, mode.changes) as model:
         texts = [each.text if mode.reads_prompt else each.text[each.prompt :] for each in rounds]
         drafts_RK = (

@@ -20,7 +20,7 @@ from paradraft.audit.recording import NotNumbersError
 from paradraft.audit.reference import Difference
 from paradraft.audit.server.draft_causes import Drafting
 from paradraft.audit.server.endpoint import Served
-from paradraft.audit.server.tables import PLACES, Reference, Table
+from paradraft.audit.server.tables import POSITIONS, Reference, Table
 from paradraft.audit.uniformity import Uniformity, pit_values, uniformity
 from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 
@@ -135,8 +135,8 @@ def judge(
         table = _table(reference, read)
         if temperature == 1.0:  # at others some servers give the probabilities before it, and some those after it
             findings.add_difference(read.served, table)
-        for begin in range(0, len(table.logprobs), PLACES):
-            part, tokens = table.rows(begin, begin + PLACES), read.served.tokens[begin : begin + PLACES]
+        for begin in range(0, len(table.logprobs), POSITIONS):
+            part, tokens = table.rows(begin, begin + POSITIONS), read.served.tokens[begin : begin + POSITIONS]
             for kept, share in ((values, 1.0), (controls, CONTROL)):
                 scaled = part.at_temperature(temperature * share).merged(findings.groups, summed=True)
                 kept.append(pit_values(scaled.logprobs.exp(), scaled.columns(tokens), generator))
@@ -189,9 +189,9 @@ class _Findings:
     def __init__(self, groups: Sequence[Collection[int]]) -> None:
         self.groups = groups
         self.squares: list[float] = []
-        """Of the differences between the log-probabilities of the server and the reference."""
+        """Squares of the differences between the log-probabilities of the server and the reference."""
         self.logprobs: list[float] = []
-        """By the server, of its tokens."""
+        """The server's own of its tokens."""
         self.greedy_tokens = self.greedy_places = 0
         self._largest = 0.0
         self._preferences: list[tuple[int, int, int, int, float, float]] = []
@@ -200,12 +200,12 @@ class _Findings:
         """Adds a greedy answer: tokens where another is likelier, and differences of log-probabilities."""
         self.add_difference(read.served, table)
         self.greedy_tokens += len(read.served.tokens)
-        for begin in range(0, len(table.logprobs), PLACES):
-            self._add_preferences(read.served, table.rows(begin, begin + PLACES), begin)
+        for begin in range(0, len(table.logprobs), POSITIONS):
+            self._add_preferences(read.served, table.rows(begin, begin + POSITIONS), begin)
 
     def _add_preferences(self, served: Served, table: Table, begin: int) -> None:
         merged = table.merged(self.groups, summed=False)
-        columns_N = merged.columns(served.tokens[begin : begin + PLACES])
+        columns_N = merged.columns(served.tokens[begin : begin + POSITIONS])
         known_NC = merged.logprobs[:, 1:] if merged.has_rest else merged.logprobs
         best_N, preferred_N = known_NC.max(1)
         own_N = merged.logprobs.gather(1, columns_N[:, None])[:, 0]
@@ -227,14 +227,14 @@ class _Findings:
     def add_difference(self, served: Served, table: Table) -> None:
         """Adds the differences between the log-probabilities of the server and the reference."""
         columns_N = table.columns(served.tokens)
-        theirs_N: Tensor = table.logprobs.gather(1, columns_N[:, None])[:, 0]
-        for logprob, other, column in zip(served.logprobs, theirs_N.tolist(), columns_N.tolist(), strict=False):
+        reference_N: Tensor = table.logprobs.gather(1, columns_N[:, None])[:, 0]
+        for logprob, expected, column in zip(served.logprobs, reference_N.tolist(), columns_N.tolist(), strict=False):
             if logprob is None or (table.has_rest and column == 0):
                 continue
-            apart = abs(logprob - other) if math.isfinite(other) else math.inf
+            difference = abs(logprob - expected) if math.isfinite(expected) else math.inf
             self.logprobs.append(logprob)
-            self.squares.append(apart * apart)
-            self._largest = max(self._largest, apart)
+            self.squares.append(difference * difference)
+            self._largest = max(self._largest, difference)
 
     @property
     def difference(self) -> Difference | None:

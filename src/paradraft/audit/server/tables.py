@@ -37,8 +37,8 @@ LIKELIEST = 20
 """The `top_logprobs` of a reference server; most servers give no more."""
 BETWEEN_SERVERS = Difference(largest=1.0, root_mean_square=0.1)
 """Allowed difference of the log-probabilities of two servers: what bfloat16 rounds away in large models."""
-PLACES = 64
-"""Positions whose probabilities of all tokens are computed at a time."""
+POSITIONS = 64
+"""Positions at a time whose probabilities of all tokens are computed."""
 LEAST_REST = 1e-6
 """Least sum of the probabilities that a server does not give: those that it gives are rounded."""
 
@@ -59,7 +59,7 @@ class Table:
 
     @property
     def has_rest(self) -> bool:
-        """Whether a column stands for all other tokens."""
+        """Whether the first column stands for all other tokens."""
         return int(self.ids[0]) == ABSENT
 
     def columns(self, tokens: Sequence[int]) -> Tensor:
@@ -162,11 +162,11 @@ class ModelReference:
         known = self.lm.vocab_size
         is_known = known < logits_NV.shape[1] and not self._all_rows.are_sampled(logits_NV, tokens, logprobs, known)
         own_NV = _logprobs(logits_NV, known if is_known else None)
-        some = logits_NV[:: -(-len(logits_NV) // PLACES)]
+        some = logits_NV[:: -(-len(logits_NV) // POSITIONS)]
         self._variances.append(float(some[some.isfinite()].double().var()))
         if len(self._rounding) < MEASURED and can_compute_otherwise(self.lm):
             other_NV = own_logits(self.lm, case, answer, dtype=OTHER_DTYPE[self.lm.model.dtype], all_rows=True)
-            pairs = zip(own_NV.split(PLACES), other_NV.split(PLACES), strict=True)
+            pairs = zip(own_NV.split(POSITIONS), other_NV.split(POSITIONS), strict=True)
             differences = [difference(own, _logprobs(other, known if is_known else None)) for own, other in pairs]
             self._rounding.append(over_all(differences))
         ids_V = torch.arange(own_NV.shape[1], device=own_NV.device)
@@ -208,7 +208,7 @@ class _Rows:
     ) -> bool:
         """Whether the padding rows, ids from `known` on, are sampled too, by all answers until now."""
         self._has_others = self._has_others or max(tokens) >= known
-        parts = logits_NV.split(PLACES)
+        parts = logits_NV.split(POSITIONS)
         whole_N = torch.cat([part.double().logsumexp(1) for part in parts])
         known_N = torch.cat([part[:, :known].double().logsumexp(1) for part in parts])
         for position, (token, logprob) in enumerate(zip(tokens, logprobs, strict=False)):
@@ -224,7 +224,7 @@ def _logprobs(logits_NV: Tensor, known: int | None) -> Tensor:
     if known is not None:
         logits_NV[:, known:] = -math.inf
     logprobs_NV = torch.empty_like(logits_NV, dtype=torch.float64)
-    for part, logprobs in zip(logits_NV.split(PLACES), logprobs_NV.split(PLACES), strict=True):
+    for part, logprobs in zip(logits_NV.split(POSITIONS), logprobs_NV.split(POSITIONS), strict=True):
         logprobs.copy_(part.double().log_softmax(1))
     return logprobs_NV
 

@@ -300,12 +300,12 @@ def peak_rss_bytes() -> int:
 
 
 def as_drafted(draft: list[int], tokens: list[int]) -> int:
-    """How many drafted tokens the target predicts."""
+    """Length of the longest prefix of a draft that the target predicts."""
     return next((i for i, token in enumerate(draft) if token != tokens[i]), len(draft))
 
 
 def as_drawn(drawn: dict[str, Any], row: int, position: int, depth: int) -> int:
-    """How many drafted tokens are accepted by rates, which never rise.
+    """Number of drafted tokens that are accepted by rates, which never rise.
 
     >>> as_drawn({"rates": [0.9, 0.5, 0.1], "numbers": [[0.95, 0.3]]}, row=0, position=1, depth=3)
     2
@@ -338,17 +338,17 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # output of libraries must not mix with the replies
 
-    def say(reply: dict[str, Any]) -> None:
+    def send(reply: dict[str, Any]) -> None:
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
     try:
         worker = Worker(json.loads(sys.stdin.readline()))
-        say(worker.description)
+        send(worker.description)
         for line in sys.stdin:
-            say(worker.answer(json.loads(line)))
+            send(worker.answer(json.loads(line)))
     except Exception as error:  # every error must reach the other process
-        say({"error": f"{type(error).__name__}: {error}"})
+        send({"error": f"{type(error).__name__}: {error}"})
         raise SystemExit(1) from None
 
 

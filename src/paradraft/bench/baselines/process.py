@@ -74,7 +74,7 @@ class EngineProcess:
 
     @property
     def version(self) -> str:
-        """Of the engine, once it is loaded."""
+        """Version of the engine, once it is loaded."""
         return str(self.description[self.key])
 
     @property

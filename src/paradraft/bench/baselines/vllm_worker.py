@@ -119,17 +119,17 @@ def main() -> None:
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
 
-    def say(reply: dict[str, Any]) -> None:
+    def send(reply: dict[str, Any]) -> None:
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
     try:
         worker = Worker(json.loads(sys.stdin.readline()))
-        say({"vllm": worker.version})
+        send({"vllm": worker.version})
         for line in sys.stdin:
-            say(worker.answer(json.loads(line)))
+            send(worker.answer(json.loads(line)))
     except Exception as error:  # every error must reach the other process
-        say({"error": f"{type(error).__name__}: {error}"})
+        send({"error": f"{type(error).__name__}: {error}"})
         raise SystemExit(1) from None
 
 

@@ -197,7 +197,7 @@ def latency(result: dict[str, Any]) -> Element | None:
 
 
 def timeline(result: dict[str, Any]) -> Element | None:
-    """When each side waits for the other where both work at the same time, as in the PEARL paper's Figure 1."""
+    """A timeline of both sides of drafting ahead, as in the PEARL paper's Figure 1: gaps are waits."""
     drawn: list[Element] = []
     for spec, pieces in (result.get("timeline") or {}).items():
         if not pieces or spec not in result["methods"]:
