@@ -20,12 +20,12 @@ from typing import Any
 
 from rich.console import Console
 
-from paradraft.bench.plot import plot
+from paradraft.bench.report.plot import plot
+from paradraft.bench.report.summary import notes, table, write_json
 from paradraft.bench.result_file import completed
 from paradraft.bench.run import run_benchmark
 from paradraft.bench.setup import Workload, held_out_prompts
 from paradraft.bench.spec import Benchmark, Method
-from paradraft.bench.summary import notes, table, write_json
 from paradraft.cli.commands.train import run_with_display
 from paradraft.cli.importing import hide_progress_bars
 from paradraft.cli.terminal import GREEN, stream_answer, write

@@ -94,9 +94,9 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the speeds of the machine be measured in no time."""
-    monkeypatch.setattr("paradraft.bench.bandwidth.MOST_BYTES", {"cpu": 2**20})
-    monkeypatch.setattr("paradraft.bench.bandwidth.LEAST_BYTES", 2**18)
-    monkeypatch.setattr("paradraft.bench.bandwidth.SIDES", {"cpu": (64,)})
+    monkeypatch.setattr("paradraft.bench.hardware.bandwidth.MOST_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr("paradraft.bench.hardware.bandwidth.LEAST_BYTES", 2**18)
+    monkeypatch.setattr("paradraft.bench.hardware.bandwidth.SIDES", {"cpu": (64,)})
 
 
 @pytest.fixture(autouse=True)

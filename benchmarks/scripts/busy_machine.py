@@ -127,7 +127,7 @@ def main() -> None:
     if given.worker:
         work(given.target, given.dtype, given.drafter, given.k, given.batch_size, given.threads, given.engines)
         return
-    from paradraft.bench.summary import write_json
+    from paradraft.bench.report.summary import write_json
     from paradraft.environment import describe_machine
 
     here = Path(__file__).resolve().parents[2] / "src"

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from paradraft.bench.summary import write_json
+from paradraft.bench.report.summary import write_json
 from paradraft.data.samples import Sample
 from paradraft.environment import describe_machine
 from paradraft.models.devices import computes_bf16

@@ -74,7 +74,7 @@ def main() -> None:
     if given.worker:
         work(given.target, given.drafter, given.draft, given.k, given.tokens)
         return
-    from paradraft.bench.summary import write_json
+    from paradraft.bench.report.summary import write_json
     from paradraft.environment import describe_machine
 
     names = ("target", "drafter", "draft", "k", "tokens")

@@ -19,10 +19,10 @@ from typing import Any
 
 from rich.progress import track
 
-from paradraft.bench.bandwidth import Speeds
-from paradraft.bench.roofline import Size
+from paradraft.bench.hardware.bandwidth import Speeds
+from paradraft.bench.hardware.roofline import Size
+from paradraft.bench.report.summary import write_json
 from paradraft.bench.setup import random_prompts
-from paradraft.bench.summary import write_json
 from paradraft.bench.synthetic import rounds as rounds_of
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine.engine import Engine

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import paradraft
-from paradraft.bench.summary import write_json
+from paradraft.bench.report.summary import write_json
 from paradraft.data.prompts import read_prompts
 from paradraft.environment import describe_machine, without_folder
 from paradraft.formats.pard import mask_token_id

@@ -22,7 +22,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paradraft.bench.summary import write_json
+from paradraft.bench.report.summary import write_json
 from paradraft.bench.synthetic import chances_of
 from paradraft.environment import describe_machine
 from paradraft.plan.simulate import Times, speed_ahead, speed_in_turn

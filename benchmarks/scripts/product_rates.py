@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from paradraft.bench.summary import write_json
+from paradraft.bench.report.summary import write_json
 from paradraft.environment import describe_machine
 from paradraft.models.forward.cpu.build import kernel_names
 from paradraft.models.forward.cpu.matrix import PackedMatrix

@@ -68,7 +68,7 @@ def loaded(name: str, dtype: str) -> dict[str, Any]:
         lm.advance([1])
     tokens_s = TOKENS / (time.perf_counter() - start)
     peak = peak_bytes()
-    from paradraft.bench.roofline import Size  # after the peak, which it would be part of
+    from paradraft.bench.hardware.roofline import Size  # after the peak, which it would be part of
 
     size = Size.of(lm.model)
     embedding, head = lm.model.get_input_embeddings().weight, lm.model.get_output_embeddings().weight
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if not given.child:
-        from paradraft.bench.summary import write_json  # not in a child, whose memory is measured
+        from paradraft.bench.report.summary import write_json  # not in a child, whose memory is measured
         from paradraft.environment import describe_machine
     if given.child:
         kind, *more = given.child

@@ -15,9 +15,9 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from paradraft.bench.roofline import Size, speeds_for, total
+from paradraft.bench.hardware.roofline import Size, speeds_for, total
+from paradraft.bench.report.summary import write_json
 from paradraft.bench.setup import random_prompts
-from paradraft.bench.summary import write_json
 from paradraft.bench.synthetic import SyntheticAcceptance, rounds, without_ends
 from paradraft.decode.stats import Stats
 from paradraft.drafters import load_drafter

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.bench.summary import write_json
+from paradraft.bench.report.summary import write_json
 from paradraft.data.chat import conversation_samples
 from paradraft.data.samples import Sample
 from paradraft.environment import describe_machine

@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from round_parts import Parts, TimedPass
 
-from paradraft.bench.summary import write_json
+from paradraft.bench.report.summary import write_json
 from paradraft.bench.synthetic import rounds
 from paradraft.core import Request
 from paradraft.drafters import load_drafter

@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="servers by their names, with ; between them")
     parser.add_argument("--json", type=Path, help="where to write all figures")
     given = parser.parse_args()
-    from paradraft.bench.summary import write_json
+    from paradraft.bench.report.summary import write_json
     from paradraft.environment import describe_machine
     from paradraft.sources.loading import pocket_folder
 

@@ -34,7 +34,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 import paradraft
-from paradraft.bench.summary import write_json
+from paradraft.bench.report.summary import write_json
 from paradraft.engine.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.sampling_params import Sampling

@@ -16,10 +16,10 @@ from typing import Any
 
 from rich.console import Console
 
+from paradraft.bench.report.summary import marked, table, write_json
 from paradraft.bench.run import run_benchmark
 from paradraft.bench.setup import Workload, random_prompts
 from paradraft.bench.spec import Benchmark, Method
-from paradraft.bench.summary import marked, table, write_json
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.engine.speculation import Speculation
 from paradraft.files import check_outputs

@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.progress import track
 
-from paradraft.bench.summary import write_json
+from paradraft.bench.report.summary import write_json
 from paradraft.bench.synthetic import rounds as rounds_of
 from paradraft.data.prompts import read_prompts
 from paradraft.drafters import load_drafter

@@ -18,8 +18,8 @@ from typing import Any
 
 from round_parts import DRAFT, PROMPT_TOKENS, PROMPTS, RATES, TARGET, Case, Parts, medians
 
+from paradraft.bench.report.summary import write_json
 from paradraft.bench.setup import random_prompts
-from paradraft.bench.summary import write_json
 from paradraft.environment import describe_machine
 
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 import corpus
 from build import POCKET
-from paradraft.bench.summary import write_json
+from paradraft.bench.report.summary import write_json
 from paradraft.cli.commands.train import run_with_display
 from paradraft.environment import describe_machine
 from paradraft.models.runtime import Runtime

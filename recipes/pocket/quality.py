@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 import corpus
 from build import POCKET, tokenized
 from paradraft.bench.harness import distinct_share
-from paradraft.bench.summary import write_json
+from paradraft.bench.report.summary import write_json
 from paradraft.environment import describe_machine
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import load_model

@@ -12,8 +12,8 @@ import torch
 from benchmarks.scripts import shapes_on_gpu
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from paradraft.bench.bandwidth import Speeds
-from paradraft.bench.roofline import Size
+from paradraft.bench.hardware.bandwidth import Speeds
+from paradraft.bench.hardware.roofline import Size
 from paradraft.core import Draft, TargetOut
 from paradraft.data.samples import Sample
 from paradraft.drafters import drafter_class, drafter_names

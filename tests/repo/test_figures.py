@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from paradraft.bench.page.page import read_result
-from paradraft.bench.plot import description
+from paradraft.bench.report.page.page import read_result
+from paradraft.bench.report.plot import description
 
 ROOT = Path(__file__).parents[2]
 DAY, REAL_DAY = "epyc-avx512-2cores_2026-11-22", "epyc-avx512-2cores_2026-11-25"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from paradraft.bench.roofline import Passes
-from paradraft.bench.sides import Sides
+from paradraft.bench.hardware.roofline import Passes
+from paradraft.bench.hardware.sides import Sides
 from paradraft.decode.stats import Stats
 from paradraft.sampling_params import Sampling
 from paradraft.text.tokenization import REPLACEMENT

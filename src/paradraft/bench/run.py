@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from paradraft.bench.bandwidth import Speeds
 from paradraft.bench.baselines.process import EngineProcess, running
+from paradraft.bench.hardware.bandwidth import Speeds
+from paradraft.bench.hardware.profile import profile
+from paradraft.bench.hardware.roofline import Size, added, reached, speeds_for
+from paradraft.bench.hardware.sides import of_sides
 from paradraft.bench.harness import Measured, measure, summarize
-from paradraft.bench.profile import profile
 from paradraft.bench.result import Piece, by_round, pieces
-from paradraft.bench.roofline import Size, added, reached, speeds_for
 from paradraft.bench.setup import PLAIN, Preparation, Workload, check, prepare
-from paradraft.bench.sides import of_sides
 from paradraft.bench.spec import Benchmark, Method
 from paradraft.bench.steadiness import steadiness
 from paradraft.bench.synthetic import SyntheticAcceptance, rounds

@@ -11,11 +11,11 @@ from typing import Any
 from paradraft.bench.baselines import HF, LLAMA_CPP, PEERS, is_llama_cpp, is_vllm, llama_cpp
 from paradraft.bench.baselines.llama_cpp import LlamaCppProcess, check_llama_cpp
 from paradraft.bench.baselines.vllm import VllmProcess, check_vllm, worker_settings
+from paradraft.bench.hardware.roofline import models_of
 from paradraft.bench.harness import check_batches
+from paradraft.bench.report.summary import OWN_SAMPLING
 from paradraft.bench.result import Answerer
-from paradraft.bench.roofline import models_of
 from paradraft.bench.spec import AR, Benchmark, Method, TargetKey
-from paradraft.bench.summary import OWN_SAMPLING
 from paradraft.bench.synthetic import SyntheticAcceptance, without_ends
 from paradraft.core import Drafter
 from paradraft.data.prompt_source import DEFAULT, PIPE, RANDOM

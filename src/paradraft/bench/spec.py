@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from paradraft.bench.baselines import ASSISTED, CONFIDENCE, HF, LOOKUP, PEERS, is_llama_cpp, transformers
+from paradraft.bench.hardware.roofline import models_of, passes_of
+from paradraft.bench.hardware.sides import Sides, forwards
 from paradraft.bench.labels import LABELS
 from paradraft.bench.result import Answerer, BatchResult
-from paradraft.bench.roofline import models_of, passes_of
-from paradraft.bench.sides import Sides, forwards
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.core import Drafter
 from paradraft.drafters import (

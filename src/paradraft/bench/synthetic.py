@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from paradraft.bench.hardware.roofline import models_of, passes_of
+from paradraft.bench.hardware.sides import Sides, forwards
 from paradraft.bench.result import Answerer, BatchResult
-from paradraft.bench.roofline import models_of, passes_of
-from paradraft.bench.sides import Sides, forwards
 from paradraft.core import Draft, RoundOutput, TargetOut, Verdict
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.generation import Generation

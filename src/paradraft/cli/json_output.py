@@ -30,7 +30,7 @@ class JsonOutput:
 
     def write(self, whole: dict[str, Any]) -> None:
         """Writes the file, if any."""
-        from paradraft.bench.summary import write_json
+        from paradraft.bench.report.summary import write_json
 
         if self.file is not None:
             write_json(self.file, whole)

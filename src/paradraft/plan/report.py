@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from paradraft.bench.folding import Column, FoldingTable
+from paradraft.bench.report.folding import Column, FoldingTable
 from paradraft.files import write_output
 from paradraft.plan.predict import PLAIN
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from paradraft.bench.folding import FoldingTable, columns
 from paradraft.bench.harness import measure, summarize
+from paradraft.bench.report.folding import FoldingTable, columns
 from paradraft.bench.spec import AR, Method
 from paradraft.core import Committed, Drafting, Request
 from paradraft.decode.generation import Generation

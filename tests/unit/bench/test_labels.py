@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from paradraft.bench.labels import LABELS, full_paths, labels
-from paradraft.bench.page.page import page
-from paradraft.bench.plot import description
+from paradraft.bench.report.page.page import page
+from paradraft.bench.report.plot import description
+from paradraft.bench.report.summary import notes
 from paradraft.bench.spec import Method
-from paradraft.bench.summary import notes
 from paradraft.drafters import LABELS as DRAFTERS
 from paradraft.drafters import takes_draft
 from paradraft.engine.speculation import Speculation

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from paradraft.bench.page.page import page
+from paradraft.bench.report.page.page import page
+from paradraft.bench.report.summary import notes
 from paradraft.bench.result_file import completed
 from paradraft.bench.steadiness import UNSTEADY, steadiness, unsteady_runs
-from paradraft.bench.summary import notes
 from tests.support.bench_result import figures, result
 
 

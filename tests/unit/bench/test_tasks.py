@@ -9,7 +9,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from paradraft.bench.summary import mean_of
+from paradraft.bench.report.summary import mean_of
 from paradraft.bench.tasks import TASKS, Questions, files_of, prompt_of, read_questions, tasks_of
 from paradraft.text.tokenization import encode_prompt
 from tests.conftest import tiny_tokenizer

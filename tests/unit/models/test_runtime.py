@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._inductor import config as inductor
 
-from paradraft.bench.roofline import Size
+from paradraft.bench.hardware.roofline import Size
 from paradraft.engine.loader import load
 from paradraft.models.quantization import check_quantization, stored_bytes
 from paradraft.models.quantized import QuantizedTensor

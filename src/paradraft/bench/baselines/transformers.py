@@ -12,8 +12,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from paradraft.bench.hardware.roofline import plain_passes
 from paradraft.bench.result import Answerer, BatchResult, Counts
-from paradraft.bench.roofline import plain_passes
 from paradraft.models.target import Target
 from paradraft.sampling_params import Sampling
 from paradraft.text.tokenization import encode_prompt

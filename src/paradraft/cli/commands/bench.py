@@ -75,7 +75,7 @@ def questions_for(
 
 def report_mean(results: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Prints the mean over tasks; returns the JSON file's content (title, tasks, mean) and the summaries."""
-    from paradraft.bench.summary import marked, mean_of, mean_table
+    from paradraft.bench.report.summary import marked, mean_of, mean_table
 
     arguments = next(iter(results.values()))["arguments"]
     title = marked(f"{', '.join(results)}: {arguments['target']}", arguments)
@@ -177,8 +177,8 @@ def bench(
         from paradraft.bench.baselines import is_llama_cpp, is_vllm
         from paradraft.bench.baselines.llama_cpp import without_llama_cpp
         from paradraft.bench.baselines.vllm import without_vllm
-        from paradraft.bench.page.page import check_folder, write_page
-        from paradraft.bench.plot import plot
+        from paradraft.bench.report.page.page import check_folder, write_page
+        from paradraft.bench.report.plot import plot
         from paradraft.bench.run import run_benchmark
         from paradraft.bench.setup import PLAIN, Chat, Workload, prompts_for, source_of
         from paradraft.bench.spec import Benchmark, Method
@@ -266,9 +266,9 @@ def _unused(chosen: list[Method]) -> list[str]:
 
 def _show(results: dict[str, dict[str, Any]], errors: Console) -> tuple[dict[str, Any], dict[str, Any]]:
     """Prints the results, with notes on `errors`; returns the JSON file's content and the summary."""
+    from paradraft.bench.hardware.profile import profile_table
     from paradraft.bench.labels import labels
-    from paradraft.bench.profile import profile_table
-    from paradraft.bench.summary import latency_table, notes, table, title_of
+    from paradraft.bench.report.summary import latency_table, notes, table, title_of
 
     titled = {name: {"title": title_of(result), **result} for name, result in results.items()}
     for result in titled.values():

@@ -106,9 +106,9 @@ def plan(
 ) -> None:
     """Choose how many tokens to draft at each batch size. The last line of the output is JSON."""
     with importing():
+        from paradraft.bench.report.summary import marked
         from paradraft.bench.result_file import read_result_file
         from paradraft.bench.setup import held_out_prompts, source_of
-        from paradraft.bench.summary import marked
         from paradraft.data.prompt_source import counted
         from paradraft.export.engines import lines
         from paradraft.plan.acceptance import PARTS, arguments_of

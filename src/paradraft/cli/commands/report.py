@@ -22,10 +22,10 @@ def report(
 ) -> None:
     """Show a result of paradraft bench again: as an HTML page, as a picture, or without either as the table."""
     with importing():
-        from paradraft.bench.page.page import check_folder, read_result, write_page
-        from paradraft.bench.plot import plot
+        from paradraft.bench.report.page.page import check_folder, read_result, write_page
+        from paradraft.bench.report.plot import plot
+        from paradraft.bench.report.summary import latency_table, notes, table, title_of
         from paradraft.bench.result_file import selected
-        from paradraft.bench.summary import latency_table, notes, table, title_of
         from paradraft.files import check_outputs
 
     check_folder(out)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from paradraft.bench.folding import FoldingTable, columns
+from paradraft.bench.report.folding import FoldingTable, columns
 from paradraft.cli.importing import importing
 from paradraft.cli.json_output import JsonOutput, json_option
 from paradraft.cli.terminal import console

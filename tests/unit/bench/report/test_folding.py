@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paradraft.bench.folding import FoldingTable, columns
-from paradraft.bench.summary import legend, table
+from paradraft.bench.report.folding import FoldingTable, columns
+from paradraft.bench.report.summary import legend, table
 from tests.support.bench_result import PLAIN, figures
 
 

@@ -22,7 +22,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]  # torch doe
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity
 
-from paradraft.bench.folding import FoldingTable, columns
+from paradraft.bench.report.folding import FoldingTable, columns
 from paradraft.core import RoundOutput
 from paradraft.models.forward.cpu.model import PROFILED_AS
 

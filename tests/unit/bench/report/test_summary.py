@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from paradraft.bench.plot import plot
-from paradraft.bench.summary import notes, table, write_json
+from paradraft.bench.report.plot import plot
+from paradraft.bench.report.summary import notes, table, write_json
 from tests.support.bench_result import result
 
 

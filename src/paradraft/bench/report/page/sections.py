@@ -9,8 +9,8 @@ from typing import Any
 from paradraft.bench.baselines import HF, PEERS
 from paradraft.bench.labels import LABELS, full_paths, labels
 from paradraft.bench.latency import LATENCIES, TERMS, have_latencies
-from paradraft.bench.page.charts import Bar, bars, key, lanes, lines
-from paradraft.bench.page.html import (
+from paradraft.bench.report.page.charts import Bar, bars, key, lanes, lines
+from paradraft.bench.report.page.html import (
     FAMILIES,
     Element,
     Figures,

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from paradraft.bench.page.html import Element
-from paradraft.bench.page.page import page, read_result, write_page
+from paradraft.bench.report.page.html import Element
+from paradraft.bench.report.page.page import page, read_result, write_page
 from paradraft.data.prompt_source import DEFAULT
 from tests.support.bench_result import LENGTHS, UNTOLD, ahead, figures, result
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 HOSTILE = [
     "</script><script>alert(1)</script>", "<b>&amp;\"'", "</pre></style><!--", "\x1b[31m\x00\x85", "\u202egnp.exe",
     "\ud800", "tab\tand\nnewline", "<img src=https://example.com/x.png>",

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from paradraft.bench.labels import labels
-from paradraft.bench.page import sections
-from paradraft.bench.page.html import Element, joined, section
+from paradraft.bench.report.page import sections
+from paradraft.bench.report.page.html import Element, joined, section
+from paradraft.bench.report.summary import title_of
 from paradraft.bench.result import Piece
 from paradraft.bench.result_file import ADVICE, completed, read_result_file
-from paradraft.bench.summary import title_of
 from paradraft.files import check_outputs, write_output
 from paradraft.wording import number_of
 
@@ -118,7 +118,7 @@ def page(result: dict[str, Any]) -> str:
         result: of one workload, from `run_benchmark` or `read_result`; missing parts are not shown.
     """
     title = title_of(result)
-    style = resources.files("paradraft.bench.page").joinpath("page.css").read_text(encoding="utf-8")
+    style = resources.files("paradraft.bench.report.page").joinpath("page.css").read_text(encoding="utf-8")
     head = Element.of(
         "head",
         Element.of("meta", charset="utf-8"),

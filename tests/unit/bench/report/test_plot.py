@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from paradraft.bench.page.page import read_result
-from paradraft.bench.plot import draw, plot
+from paradraft.bench.report.page.page import read_result
+from paradraft.bench.report.plot import draw, plot
 from paradraft.bench.result_file import selected
 from tests.support.bench_result import ahead, figures, result
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 GREEDY = ROOT / "benchmarks" / "cpp-greedy_epyc-avx512-2cores_2026-11-22.json"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paradraft.bench.roofline import decoding_passes
+from paradraft.bench.hardware.roofline import decoding_passes
 from paradraft.core import Drafter
 from paradraft.decode.pearl.pearl_colocated import CoLocatedDrafter
 from paradraft.decode.pearl.remote import RemoteDrafter, Span

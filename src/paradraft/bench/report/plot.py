@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paradraft.bench.labels import full_paths, labels
+from paradraft.bench.report.summary import title_of
 from paradraft.bench.result_file import has_faster_baselines, mark
-from paradraft.bench.summary import title_of
 from paradraft.files import write_output
 
 if TYPE_CHECKING:

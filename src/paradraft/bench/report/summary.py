@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from paradraft.bench.baselines import ASSISTED, HF, LOOKUP, PEERS, is_llama_cpp
-from paradraft.bench.folding import Column, FoldingTable, columns
 from paradraft.bench.labels import LABELS, full_paths, labels
 from paradraft.bench.latency import LATENCIES, TERMS, have_latencies, milliseconds
+from paradraft.bench.report.folding import Column, FoldingTable, columns
 from paradraft.bench.result_file import has_faster_baselines, mark, without_baseline
 from paradraft.bench.spec import AR
 from paradraft.bench.steadiness import unsteady_runs

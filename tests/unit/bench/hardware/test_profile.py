@@ -11,8 +11,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from paradraft.bench import profile as module
-from paradraft.bench.profile import waited_s
+from paradraft.bench.hardware import profile as module
+from paradraft.bench.hardware.profile import waited_s
 
 
 def event(name: str, start_us: float, end_us: float, *, number: int = 0, gpu: bool = False) -> FunctionEvent:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paradraft.bench.bandwidth import Speeds
+from paradraft.bench.hardware.bandwidth import Speeds
 from paradraft.core import Drafter
 from paradraft.models.architecture import has_experts
 from paradraft.models.causal_lm import CausalLM, Pass

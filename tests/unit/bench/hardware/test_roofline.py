@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from paradraft.bench.bandwidth import Speeds
-from paradraft.bench.roofline import Size, added, models_of, plain_passes, reached, total
+from paradraft.bench.hardware.bandwidth import Speeds
+from paradraft.bench.hardware.roofline import Size, added, models_of, plain_passes, reached, total
 from paradraft.bench.spec import Method
 from paradraft.drafters import takes_draft
 from paradraft.engine.loader import load
