@@ -1,6 +1,6 @@
 """Parallel drafting for language models: lossless, fast, measurable.
 
-What is here is imported when it is first used, so that `import paradraft` takes no time.
+Names are imported on first use, so that `import paradraft` takes no time.
 """
 
 from importlib import import_module
@@ -37,13 +37,13 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import version
 
-        found: Any = version("paradraft")
+        value: Any = version("paradraft")
     elif name in _HOMES:
-        found = getattr(import_module(f"paradraft.{_HOMES[name]}"), name)
+        value = getattr(import_module(f"paradraft.{_HOMES[name]}"), name)
     else:
         raise AttributeError(f"module 'paradraft' has no attribute {name!r}")
-    globals()[name] = found
-    return found
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

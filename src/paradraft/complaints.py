@@ -1,7 +1,7 @@
-"""What torchao says whenever `transformers` is imported beside it: nothing that a user could mend.
+"""Silences a harmless torchao import warning.
 
-Where it is installed, `transformers` imports it, and it complains of kernels that were built for other machines. The
-package imports this module first of all, so that it comes before `transformers`.
+Where torchao is installed, `transformers` imports it, and it warns about kernels that were built for other machines.
+The package imports this module first, so that the filter is set before `transformers` is imported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ COMPLAINTS = {
     "torchao": "Failed to load",
     "torch.utils._pytree": "is an Enum subclass and is now natively supported",
 }
-"""By the logger, words of each record that is dropped."""
+"""Logger name to a substring of the messages that are dropped."""
 
 
 def _without(words: str) -> Callable[[logging.LogRecord], bool]:

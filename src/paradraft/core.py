@@ -1,4 +1,4 @@
-"""The vocabulary of the library: what is asked, what a drafter proposes, what a target answers, what is decided.
+"""The vocabulary of the library: `Request`, `Draft`, `TargetOut`, `Verdict`, `Committed` and `Drafter`.
 
 Shape letters: B rows of a batch, N nodes of a draft, M committed tokens, V vocabulary, D hidden size.
 """
@@ -18,25 +18,25 @@ from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.tree import ABSENT, Tree
 
 INVALID = -2
-"""Token id of a place where the logits are NaN or all -inf, so that no token can be chosen."""
+"""Token id where the logits are NaN or all -inf, so that no token can be chosen."""
 NO_LIMIT = 2**31 - 1
-"""More tokens than any answer has."""
+"""`max_new_tokens` that no answer reaches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt, and how it is answered.
+    """A prompt and the settings of its answer.
 
     Args:
-        id: names it in rounds and statistics.
+        id: of the request in rounds and statistics.
         tokens: of the prompt, at least one.
-        sampling: how the tokens of its answer are chosen.
-        max_new_tokens: most tokens of its answer, at least 1.
-        eos_ids: tokens that end its answer.
-        answered: how many of `tokens`, the last ones, belong to the answer already: a request that is resumed.
+        sampling: its sampling parameters.
+        max_new_tokens: most tokens of the answer, at least 1.
+        eos_ids: tokens that end the answer.
+        answered: number of trailing `tokens` that already belong to the answer (a resumed request).
         k: most tokens drafted for it per round, if fewer than for others; 0 drafts none.
-        logprobs: how many of the likeliest tokens are told for each of its own, with their probabilities; None tells
-            none, and no probabilities either.
+        logprobs: number of likeliest tokens returned, with their logprobs, for each token of the answer; None returns
+            no logprobs at all.
     """
 
     id: int = 0
@@ -56,10 +56,10 @@ class Request:
 
 
 class RequestError(Exception):
-    """Something that belongs to some requests alone, such as their processors, raised an exception.
+    """An exception that concerns only some requests, such as one raised by their processors.
 
     Args:
-        requests: their ids.
+        requests: ids of the requests.
         cause: the exception.
     """
 
@@ -71,13 +71,13 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Drafting:
-    """What all drafts of a batch have in common.
+    """Settings that all drafts of a batch share.
 
     Args:
         rule: a verification rule, `paradraft/verify/<name>.py`. It decides how drafters draw: with the target's random
-            numbers (match), or with their own, telling the distribution (rejection).
+            numbers (match), or with separate ones, returning the distribution (rejection).
         tree: the shape of the drafts; None for chains.
-        wants_confidence: whether drafts tell how sure the drafter is.
+        wants_confidence: whether drafts contain the drafter's confidence.
     """
 
     rule: str = "match"
@@ -91,16 +91,15 @@ CHAINS = Drafting()
 
 @dataclass(frozen=True, kw_only=True)
 class Probes:
-    """Prompt tokens, which the target reads in the pass of a draft and which can never become text.
+    """Prompt tokens (PPD), which the target reads in the pass of a draft and which never become text.
 
-    They stand in chains, each after a node of the draft. What the target makes of a chain is a guess of what comes
-    after that node.
+    They form chains, each after a node of the draft. The target's states of a chain predict the tokens after that node.
 
     Args:
-        nodes: `[B, P]` the node that each one's chain follows; -1 is the last committed token.
-        before: `[B, P]` the index of the one before it in its chain, which is smaller than its own; -1 for the first.
+        nodes: `[B, P]` the node that the chain of each prompt token follows; -1 is the last committed token.
+        before: `[B, P]` the index of the previous prompt token of the chain, always smaller; -1 for the first.
         tokens: `[B, P]` ids from `CausalLM.add_embeddings`; `ABSENT` where a row has fewer.
-        states: `[B, P, D]` the target's states of them after the final norm; None before the pass.
+        states: `[B, P, D]` the target's hidden states after the final norm; None before the pass.
     """
 
     nodes: Tensor
@@ -113,21 +112,21 @@ class Probes:
         assert self.states is None or self.states.shape[:2] == self.nodes.shape
 
     def without(self, is_gone_BP: Tensor) -> Probes:
-        """The same without some, `[B, P]`; whose chain begins with one that goes must go too."""
+        """Removes prompt tokens `[B, P]`; all that follow a removed one in its chain must be removed too."""
         nodes, before, tokens = (
             each.masked_fill(is_gone_BP, ABSENT) for each in (self.nodes, self.before, self.tokens)
         )
         return Probes(nodes=nodes, before=before, tokens=tokens, states=self.states)
 
     def after(self, last_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens `[B, Q]` and states `[B, Q, D]` of those after one node of each row, in their order; rows that have
-        fewer are filled with `ABSENT`. Only once they were read.
+        """Tokens `[B, Q]` and states `[B, Q, D]` of the prompt tokens after one node of each row, in order, padded with
+        `ABSENT`. Only after the pass.
 
         >>> probes = Probes(
         ...     nodes=torch.tensor([[-1, 4, 4]]), before=torch.tensor([[-1, -1, 1]]),
         ...     tokens=torch.tensor([[90, 90, 91]]), states=torch.tensor([[[0.5], [0.6], [0.7]]]),
         ... )
-        >>> [found.flatten().tolist() for found in probes.after(torch.tensor([4]))]
+        >>> [part.flatten().tolist() for part in probes.after(torch.tensor([4]))]
         [[90, 91], [0.6000000238418579, 0.699999988079071]]
         """
         assert self.states is not None
@@ -142,16 +141,16 @@ class Probes:
 class Draft:
     """A token tree: proposed continuations of the committed tokens.
 
-    Parents come before their children, and siblings hold different tokens. A chain is the tree
-    with parents -1, 0, 1, …
+    Parents come before their children, and siblings hold different tokens. A chain is the tree with parents
+    -1, 0, 1, …
 
     Args:
         tokens: `[B, N]` token ids; `ABSENT` where a row has fewer nodes.
         parents: `[B, N]` index of each node's parent; -1 is the last committed token.
-        probs: `[B, N, V]` the distribution each token was really drawn from, or None if the tokens
-            were chosen deterministically. A later sibling's is without the tokens of earlier ones.
-        confidence: `[B, N]` the drafter's largest probability at each node's place, if it knows.
-        probes: prompt tokens that are read with it; None without any.
+        probs: `[B, N, V]` the distribution that each token was drawn from, or None if tokens were chosen
+            deterministically. That of a later sibling excludes the tokens of earlier ones.
+        confidence: `[B, N]` the drafter's largest probability at each node, if known.
+        probes: prompt tokens that are read in the same pass; None without any.
 
     >>> Draft.chain(torch.tensor([[5, 6, 7]])).parents.tolist()
     [[-1, 0, 1]]
@@ -175,7 +174,7 @@ class Draft:
         return cls(tokens=tokens, parents=parents, probs=probs, confidence=confidence)
 
     def where(self, is_kept_BN: Tensor) -> Draft:
-        """The draft without some nodes `[B, N]` and the probes after them; whose parent goes must go too."""
+        """Keeps only some nodes `[B, N]`, and the probes after them; children of a removed node must be removed too."""
         tokens = self.tokens.masked_fill(~is_kept_BN, ABSENT)
         is_used = (tokens != ABSENT).any(0).nonzero()
         width = int(is_used.max()) + 1 if len(is_used) else 0
@@ -193,18 +192,18 @@ class Draft:
 
     @classmethod
     def empty(cls, batch_size: int, device: torch.device) -> Draft:
-        """A draft of no tokens: the round decodes plainly."""
+        """A draft without tokens: plain decoding."""
         return cls.chain(torch.empty(batch_size, 0, dtype=torch.long, device=device))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOut:
-    """What one pass of the target returned.
+    """The output of one target pass.
 
     Args:
         logits: `[B, N + 1, V]`; row 0 follows the last committed token, row n + 1 follows node n.
-        hidden: for each layer that a drafter asked for, `[B, N + 1, D]` hidden states.
-        probes: the draft's, with their states; None without any.
+        hidden: `[B, N + 1, D]` hidden states by layer, for the drafter's `hidden_layers`.
+        probes: those of the draft, with their states; None without any.
     """
 
     logits: Tensor
@@ -214,12 +213,12 @@ class TargetOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Which drafted tokens became text, and the token the target adds after them.
+    """The accepted tokens of a draft, and the token that the target adds after them.
 
     Args:
         path: `[B, N]` indices of the accepted nodes from the root down, then `ABSENT`.
-        accepted: `[B]` how many there are.
-        tokens: `[B, N + 1]` the committed tokens: the accepted ones, the next token, then `ABSENT`.
+        accepted: `[B]` number of accepted nodes.
+        tokens: `[B, N + 1]` the committed tokens: the accepted ones, the recovered or bonus token, then `ABSENT`.
         drawn: see `Committed`.
     """
 
@@ -230,7 +229,7 @@ class Verdict:
 
     @classmethod
     def of(cls, draft: Draft, path: Tensor, next_token: Tensor) -> Verdict:
-        """The verdict that accepts a path `[B, N]` and goes on with `[B]` tokens."""
+        """The verdict that accepts a path `[B, N]` and adds the recovered or bonus tokens `[B]`."""
         accepted = (path != ABSENT).sum(1)
         taken = torch.where(path == ABSENT, ABSENT, draft.tokens.gather(1, path.clamp(min=0)))
         tokens = torch.nn.functional.pad(taken, (0, 1), value=ABSENT).scatter(1, accepted[:, None], next_token[:, None])
@@ -243,17 +242,16 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Committed:
-    """The tokens that prompts or a round added to the committed text.
+    """Newly committed tokens of a prompt or a round.
 
     Args:
         tokens: `[B, M]` in order, `ABSENT` on the right.
-        hidden: for each layer that the drafter asked for, `[B, M, D]` the target's state from which each token was
-            predicted: that of the token before it. Zeros for the first token of a prompt.
+        hidden: `[B, M, D]` by layer: the target's state from which each token was predicted, that of the token before
+            it. Zeros for the first token of a prompt.
         drawn: `[B, N + 1]` the token that the target chose after the last committed token and after each node of the
-            draft as it was verified, `ABSENT` after a node that it did not have; None for prompts and under the
-            rejection rule.
-        probes: what `Probes.after` says of the last accepted node: what comes after the last of `tokens`, and further
-            on; None for prompts and where the draft had none.
+            verified draft, `ABSENT` after an absent node; None for prompts and under the rejection rule.
+        probes: `Probes.after` the last accepted node: they predict the tokens after `tokens`; None for prompts and for
+            drafts without probes.
     """
 
     tokens: Tensor
@@ -277,15 +275,15 @@ class Committed:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundOutput:
-    """What a round gave each request of the batch; every list has one entry per row.
+    """The result of a round; every list has one entry per row of the batch.
 
     Args:
-        requests: the ids of the requests.
-        tokens: the new tokens of each, cut at its end; none for a request that had ended before.
-        accepted: how many of them, counted from the first, were drafted.
-        drafted: how deep the draft was; for a chain, how many tokens.
-        nodes: how many tokens the draft had, all nodes of a tree.
-        paths: which nodes of the draft were accepted; of a chain, the first ones.
+        requests: ids of the requests.
+        tokens: new tokens, cut at the end of the answer; none for a request that had ended before.
+        accepted: number of leading `tokens` that were drafted.
+        drafted: depth of the draft (its length if it is a chain).
+        nodes: number of drafted tokens, all nodes of a tree.
+        paths: the accepted nodes of the draft.
         finished: whether the request has ended.
     """
 
@@ -299,45 +297,46 @@ class RoundOutput:
 
 
 class Drafter:
-    """Proposes drafts for the rows of a batch; its own state is a function of their committed tokens, unless it
-    `depends_on_rounds`.
+    """Proposes drafts for the rows of a batch.
 
-    A drafter overrides `propose`, and what of the rest its state needs.
+    State must depend on committed tokens only; set `depends_on_rounds` otherwise. A drafter overrides `propose`, and
+    the methods that its state needs.
     """
 
     hidden_layers: tuple[int, ...] = ()
-    """Layers of the target whose states `commit` wants, named as in `paradraft.models.forward.Forward`: -1 is the last
-    one after its norm."""
+    """Layers of the target whose hidden states `commit` receives, numbered as in `paradraft.models.forward.Forward`: -1
+    is the last one after its norm."""
     prompt_hidden_layers: tuple[int, ...] = ()
-    """Those whose states `join` wants, of the whole prompt but its last token."""
+    """Layers whose hidden states `join` receives, for the whole prompt but its last token."""
     branching: Literal["chain", "spine", "tree", "own"] = "chain"
-    """Drafts without branches, trees whose best path alone branches, any trees, or trees of a shape of its own."""
+    """Chains, trees that branch only along the best path, any trees, or trees whose shape the drafter decides."""
     tree: Tree | None = None
-    """The size of trees of a shape of its own: K is their depth, and no other tree can be asked for. Its `Config` has a
-    property `tree` that says the same, because passes are made wide enough before a drafter is built."""
+    """With `branching = "own"`, the size of its trees: K is their depth, and no other tree can be requested. Its
+    `Config` has a property `tree` with the same value, because the width of passes is fixed before a drafter is built.
+    """
     max_k: int | None = None
-    """Most tokens deep that it can draft, such as the number of its heads; None for any number."""
+    """Largest depth that it can draft, such as the number of its heads; None for any."""
     needs_drawn: bool = False
-    """Whether it learns from `Committed.drawn`. Then it serves the match rule only, and `depends_on_rounds`."""
+    """Whether it learns from `Committed.drawn`. Then it supports the match rule only, and `depends_on_rounds`."""
     depends_on_rounds: bool = False
-    """Whether what it proposes depends on the rounds too in which the tokens were committed; but on nothing else."""
+    """Whether its drafts also depend on how the committed tokens were split into rounds; on nothing else."""
     can_run_ahead: bool = False
     """Whether it can propose before the verdict on its last draft (PEARL)."""
     drafts_one_by_one: bool = False
-    """Whether each token of a draft takes a pass of its own, so that half of a draft takes half of the time."""
+    """Whether it runs one pass per drafted token, so that half a draft takes half the time."""
     reserved_tokens: tuple[int, ...] = ()
     """Tokens, such as a mask, that no answer may contain."""
 
     @property
     def models(self) -> tuple[Any, ...]:
-        """The models of its own that it drafts with, each a `paradraft.models.causal_lm.CausalLM`; not its target."""
+        """Its draft models, each a `paradraft.models.causal_lm.CausalLM`; not the target."""
         return ()
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
-        """Forgets all rows.
+        """Resets: drops all rows.
 
         Args:
-            drafting: what the drafts are to be like.
+            drafting: settings of the drafts.
             device: of the target's tensors.
         """
 
@@ -345,47 +344,47 @@ class Drafter:
         """Adds rows after the others.
 
         Args:
-            requests: one for each new row.
-            prompt: their tokens, as they are in `requests`, and the target's states.
+            requests: one per new row.
+            prompt: the tokens of `requests`, and the target's hidden states.
         """
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """Guesses what follows the committed tokens, or `after` them.
+        """Drafts the tokens after the committed ones.
 
         Args:
-            lengths: for each row, at most how many tokens deep; 0 wants no draft. What is deeper is cut off.
-            after: a draft that is not verified yet, for drafters that can run ahead.
+            lengths: largest depth of each row's draft; 0 for no draft. Deeper nodes are cut off.
+            after: a draft that is not verified yet, after which to draft, for drafters that can run ahead.
         """
         raise NotImplementedError
 
     def commit(self, new: Committed) -> None:
-        """Takes in the tokens of a round, the rejected ones excluded."""
+        """Adds the committed tokens of a round."""
 
     def keep(self, rows: Tensor) -> None:
-        """Forgets all rows but some, and orders these anew.
+        """Drops and reorders rows.
 
         Args:
-            rows: `[b]` the index that each row had before.
+            rows: `[b]` the old index of each row.
         """
 
     def save(self, row: int, most: int) -> Any:
-        """What is worth keeping of a row that leaves, of its first `most` tokens; see `restore`."""
+        """The state of a row that leaves, for its first `most` tokens; see `restore`."""
 
     def restore(self, row: int, saved: Any, shared: int) -> None:
-        """Begins a row that has just joined with what was saved of another.
+        """Reuses the saved state of another row for one that has just joined.
 
         Args:
-            row: the new one.
+            row: index of the new row.
             saved: by `save`.
-            shared: how many tokens the new row and the other have in common, from the first.
+            shared: length of the common prefix of the two rows.
         """
 
     def close(self) -> None:
-        """Lets go of what it has outside of this process; it drafts no more."""
+        """Releases resources outside of this process; the drafter cannot be used afterwards."""
 
 
 class TextDrafter(Drafter):
-    """A drafter that looks at the committed tokens alone."""
+    """A drafter that needs only the committed tokens."""
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """See `Drafter`."""
@@ -394,14 +393,14 @@ class TextDrafter(Drafter):
         """The committed tokens of each row."""
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """Remembers the prompts."""
+        """Stores the prompts."""
         self.texts += [list(request.tokens) for request in requests]
 
     def commit(self, new: Committed) -> None:
-        """Appends the committed tokens."""
+        """Appends committed tokens."""
         for text, tokens in zip(self.texts, ragged.to_lists(new.tokens), strict=True):
             text += tokens
 
     def keep(self, rows: Tensor) -> None:
-        """Forgets the other rows."""
+        """Drops the other rows."""
         self.texts = [self.texts[row] for row in rows.tolist()]

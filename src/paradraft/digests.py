@@ -1,7 +1,7 @@
-"""What data and models on this disk hold, as digests: they change with the content, and not with name, place or time.
+"""Content digests of data and models: independent of path and modification time.
 
-Data is read as a whole. Of a model's weights a sample is: training changes nearly all of them, and a
-teacher may have a hundred gigabytes. Times of change would be cheaper still, but copies have others.
+Data is hashed whole, model weights by a sample: training changes nearly all of them, and a teacher may have a hundred
+gigabytes. Modification times would be cheaper still, but copies have others.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ READ = (
     "*.safetensors",
     "*.bin",
 )
-"""What of a model folder decides what the model says."""
+"""Files of a model folder that decide its output."""
 WHOLE_BYTES = 2**25
-"""Files up to this size are read as a whole, all tokenizers among them."""
+"""Files up to this size are hashed whole; that includes all tokenizers."""
 PIECES, PIECE_BYTES = 64, 2**16
-"""Of larger files this many pieces of this size are read, evenly spaced."""
+"""Of larger files, this many evenly spaced pieces of this size are hashed."""
 
 PACKED = ".qweight"
-"""How the names of weights end that GPTQ or AWQ has packed."""
+"""Suffix of the tensor names of weights packed by GPTQ or AWQ."""
 SAMPLED_BYTES = 2**10
-"""How much of a tensor is read, twice."""
+"""Bytes hashed at the start and at the middle of a tensor."""
 
 
 def file_digest(file: Path) -> str:
@@ -41,7 +41,7 @@ def file_digest(file: Path) -> str:
 
 
 def model_digest(folder: Path) -> str:
-    """SHA-256 of a model folder: of names and sizes of the files in `READ`, and of what they hold or a sample of it."""
+    """SHA-256 of a model folder: names and sizes of the files in `READ`, and their content or a sample of it."""
     digest = hashlib.sha256()
     for file in sorted({file for pattern in READ for file in folder.glob(pattern) if file.is_file()}):
         digest.update(f"{file.name} {file.stat().st_size}\n".encode())
@@ -50,32 +50,32 @@ def model_digest(folder: Path) -> str:
 
 
 def weights_digest(name: str) -> str | None:
-    """SHA-256 of a sample of a model's weights, by which a drafter knows its target again.
+    """SHA-256 of a sample of a model's weights, by which a drafter recognizes its target.
 
-    Of every tensor its name, type and shape count, and the first and the middle bytes; how they are cut into files does
-    not.
+    Hashed are the name, dtype and shape of every tensor, and its first and middle bytes; how tensors are split into
+    files does not matter.
 
     Args:
-        name: a folder, or a Hugging Face id that was loaded from here.
+        name: a folder, or a Hugging Face id in the local cache.
 
     Returns:
-        None where there are no safetensors, as of a GGUF file, and of weights that others have packed: a drafter that
-        was trained beside the model before that drafts for this one too.
+        None if there are no safetensors (a GGUF file), and for weights packed by GPTQ or AWQ: a drafter that was
+        trained with the unpacked model drafts for the packed one too.
     """
     if Path(name).is_file():
         return None
-    found = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
-    folder = Path(found).parent if isinstance(found, str) else Path(name)
+    config = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
+    folder = Path(config).parent if isinstance(config, str) else Path(name)
     pieces: dict[str, bytes] = {}
-    # Other files of weights may lie beside those that are loaded.
+    # The folder may contain other weight files that are not loaded.
     for file in sorted(folder.glob("model-*-of-*.safetensors")) or sorted(folder.glob("model.safetensors")):
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             tensors = json.loads(stream.read(size))
             tensors.pop("__metadata__", None)
-            for tensor, told in tensors.items():
-                first, last = told["data_offsets"]
-                piece = f"{tensor} {told['dtype']} {told['shape']}\n".encode()
+            for tensor, entry in tensors.items():
+                first, last = entry["data_offsets"]
+                piece = f"{tensor} {entry['dtype']} {entry['shape']}\n".encode()
                 for start in (first, (first + last) // 2):
                     stream.seek(8 + size + start)
                     piece += stream.read(min(SAMPLED_BYTES, last - start))
@@ -96,6 +96,6 @@ def _sample(file: Path) -> bytes:
 
 
 def revision_of(name: str) -> str | None:
-    """The revision of a Hugging Face model that was loaded from here; None if none was, and of its GGUF files."""
-    found = None if Path(name).is_file() or ":" in name else try_to_load_from_cache(name, "config.json")
-    return Path(found).parent.name if isinstance(found, str) else None
+    """The revision of a Hugging Face model in the local cache; None if it is not there, and for GGUF files."""
+    config = None if Path(name).is_file() or ":" in name else try_to_load_from_cache(name, "config.json")
+    return Path(config).parent.name if isinstance(config, str) else None

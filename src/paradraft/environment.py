@@ -1,4 +1,4 @@
-"""What a program runs on and in: hardware, versions, and which of several processes speaks."""
+"""Hardware, library versions, and the main process of a distributed run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import psutil
 
 
 def is_main_process() -> bool:
-    """Whether this process says what is the same in all: of those that torchrun and accelerate number, the first."""
+    """Whether this process prints for all of them: rank 0 under torchrun and accelerate."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """Hardware and versions, for the record beside every number; of several GPUs the one that was used."""
-    import torch  # here, so that commands learn without it which process speaks
+    """Hardware and versions, recorded with every measurement; of several GPUs the one that was used."""
+    import torch  # here, so that `is_main_process` does not need it
 
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -41,7 +41,7 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """What the system calls this machine's CPU."""
+    """Model name of this machine's CPU, as the operating system reports it."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -51,10 +51,10 @@ def cpu_name() -> str:
 
 
 def _git_revision() -> str | None:
-    """The revision of paradraft's sources, if they are a git checkout, with a + for changes."""
+    """The revision of paradraft's sources, if they are a git checkout; + marks local changes."""
     here = Path(__file__).parent
     try:
-        found = subprocess.run(
+        described = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--abbrev=12"],
             cwd=here,
             capture_output=True,
@@ -63,11 +63,11 @@ def _git_revision() -> str | None:
         )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()
+    return described.stdout.strip()
 
 
 def without_folder(argument: str) -> str:
-    """An argument of a command for readers on other machines: of files elsewhere the name alone.
+    """A command-line argument for readers on other machines: absolute paths are cut to the file name.
 
     >>> without_folder("gsm8k=/home/me/test.jsonl"), without_folder("build/out.json")
     ('gsm8k=test.jsonl', 'build/out.json')

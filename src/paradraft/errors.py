@@ -1,4 +1,4 @@
-"""What users' mistakes and full memories look like: checks of given values, and the signs of "out of memory"."""
+"""Argument checks and out-of-memory detection."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from numbers import Real
 
 
 def whole_number(name: str, value: object) -> int:
-    """A whole number that a user gave, of Python or numpy; True and 2.0 are none.
+    """Checks that a user's value is an integer of Python or numpy; True and 2.0 are not.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is not.
 
     >>> whole_number("seed", 7)
     7
     """
     if not isinstance(value, bool):
         try:
-            return operator.index(value)  # type: ignore[arg-type]  # what is no number raises TypeError
+            return operator.index(value)  # type: ignore[arg-type]  # anything else raises TypeError
         except TypeError:
             pass
     raise ValueError(f"{name}={one_line(value)}: use a whole number")
 
 
 def real_number(name: str, value: object) -> float:
-    """A number that a user gave, of Python or numpy; True and "0.7" are none.
+    """Checks that a user's value is a real number of Python or numpy; True and "0.7" are not.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is not.
 
     >>> real_number("temperature", 1)
     1.0
@@ -42,7 +42,7 @@ def real_number(name: str, value: object) -> float:
 
 
 def one_line(value: object) -> str:
-    """A value for a message: its beginning and its end, in one line.
+    """Formats a value for a message: its beginning and its end, in one line.
 
     >>> one_line([[1.9, 2]]), one_line({"a": 1})
     ('[[1.9, 2]]', "{'a': 1}")
@@ -51,11 +51,11 @@ def one_line(value: object) -> str:
 
 
 class DrafterLostError(RuntimeError):
-    """The process of a drafter has ended, has failed, or says nothing."""
+    """The drafter's process has ended, has failed, or does not answer."""
 
 
 SIGNS = ("out of memory", "allocate memory", "ALLOC_FAILED")
-"""What such a `RuntimeError` says: of a GPU, of a CPU, and of a library that asks for itself."""
+"""Substrings of a `RuntimeError` for lack of memory: of a GPU, of a CPU, and of a library that allocates itself."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -68,6 +68,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     >>> is_out_of_memory(RuntimeError("shape '[2]' is invalid for input of size 3")), is_out_of_memory(ValueError())
     (False, False)
     """
-    if isinstance(error, RuntimeError):  # torch's own class for a GPU's is one too
+    if isinstance(error, RuntimeError):  # torch.OutOfMemoryError is a subclass
         return any(sign in str(error) for sign in SIGNS)
     return isinstance(error, MemoryError)

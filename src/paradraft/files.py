@@ -1,5 +1,4 @@
-"""Files of results: checked before the work, replaced only by whole new ones, kept when the power fails, and one line
-where a disk takes no more."""
+"""Result files: checked before the work, replaced atomically, synced to disk, with one-line errors for a full disk."""
 
 from __future__ import annotations
 
@@ -16,35 +15,31 @@ _REFUSALS = {
     errno.EFBIG: "the file system or ulimit -f takes no file of this size: choose another folder",
 }
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-"""How libraries in Rust, safetensors and tokenizers among them, name what the system has answered."""
-_TORCHS = ("inline_container.cc", "PytorchStreamWriter", "iostream error")
-"""What is in the messages of torch, which writes through a C++ stream that only knows that it could not write."""
+"""How libraries in Rust, such as safetensors and tokenizers, report the errno."""
+_TORCH_WORDS = ("inline_container.cc", "PytorchStreamWriter", "iostream error")
+"""Substrings of torch's messages: it writes through a C++ stream, which only reports that it could not write."""
 
 
 def check_outputs(*files: Path | None) -> None:
-    """Raises ValueError if a result could not be written in the end, or two results were to have one file.
-
-    Args:
-        files: where results will go; None for a result that is not wanted.
-    """
-    found: dict[str, Path] = {}
+    """Raises ValueError if a result file cannot be written, or if two results have the same file; None is skipped."""
+    file_of: dict[str, Path] = {}
     for file in files:
         if file is None:
             continue
         if problem := _problem(file):
             raise ValueError(f"{str(file)!r} cannot be written: {problem}")
         real = os.path.realpath(file)
-        if real in found:
-            raise ValueError(f"{str(found[real])!r} and {str(file)!r} are one file: name two")
-        found[real] = file
+        if real in file_of:
+            raise ValueError(f"{str(file_of[real])!r} and {str(file)!r} are one file: name two")
+        file_of[real] = file
 
 
 def write_output(file: Path, content: bytes) -> None:
-    """Writes a whole file. A link stays, and so does what is no file, such as a pipe: it gets the content."""
+    """Writes a file atomically. A symbolic link is followed; a pipe or a device is written to."""
     if _is_stream(file):
         file.write_bytes(content)
         return
-    with _beside(file) as new:
+    with _temporary_beside(file) as new:
         new.write_bytes(content)
         os.replace(new, os.path.realpath(file))
 
@@ -60,8 +55,8 @@ def _problem(file: Path) -> str | None:
     if not folder.is_dir():
         return f"there is no folder {str(folder)!r}, make it first"
     try:
-        # Tried, not asked: what permissions allow, a file system may refuse.
-        with _beside(file) as new:
+        # Tried, because a file system may refuse what permissions allow.
+        with _temporary_beside(file) as new:
             new.touch()
     except OSError as error:
         return f"its folder takes no new file ({error.strerror})"
@@ -73,8 +68,8 @@ def _is_stream(file: Path) -> bool:
 
 
 @contextmanager
-def _beside(file: Path) -> Iterator[Path]:
-    """A name in the folder of the file itself, and nothing is left there."""
+def _temporary_beside(file: Path) -> Iterator[Path]:
+    """Yields a temporary path in the same folder as `file`, and deletes it afterwards."""
     real = Path(os.path.realpath(file))
     new = real.with_name(f"{real.name}.{os.getpid()}.new")
     try:
@@ -84,7 +79,7 @@ def _beside(file: Path) -> Iterator[Path]:
 
 
 def sync(folder: Path) -> None:
-    """Forces a folder, and all that is in it, from the system's memory to the disk."""
+    """Calls fsync on a folder and everything in it."""
     for inside, _, files in os.walk(folder):
         for name in files:
             _sync_file(Path(inside, name))
@@ -92,7 +87,7 @@ def sync(folder: Path) -> None:
 
 
 def sync_entries(folder: Path) -> None:
-    """Forces the names in a folder to the disk: after a rename, a power cut brings the old name back without it."""
+    """Calls fsync on a folder: without it, a power cut after a rename brings the old name back."""
     if os.name == "posix":
         _sync_file(folder)
 
@@ -106,29 +101,29 @@ def _sync_file(file: Path) -> None:
 
 
 @contextmanager
-def one_line_when_full(place: Path, then: str) -> Iterator[None]:
-    """Turns what libraries raise where a disk takes no more into one OSError that says what to do.
+def one_line_when_full(path: Path, then: str) -> Iterator[None]:
+    """Turns the errors that libraries raise on a full disk into one OSError that names the fix.
 
     Args:
-        place: what is written.
-        then: what to do when there is room again.
+        path: file or folder that is written.
+        then: end of the message: how to go on when there is room again.
 
     Raises:
-        OSError: there is no room left, or a file is larger than the file system or a limit allows.
+        OSError: no space is left, or a file is larger than the file system or a limit allows.
     """
     try:
         yield
     except Exception as error:
-        if (number := _refusal(error)) is None:
+        if (code := _refusal(error)) is None:
             raise
-        raise OSError(number, f"{_REFUSALS[number]}, and {then}", str(place)) from error
+        raise OSError(code, f"{_REFUSALS[code]}, and {then}", str(path)) from error
 
 
 def _refusal(error: Exception) -> int | None:
-    """The error number, one of `_REFUSALS`, by which a disk takes no more; None if the error is another one."""
-    number = error.errno if isinstance(error, OSError) else None
-    if number is None and (found := _OS_ERROR.search(str(error))):
-        number = int(found[1])
-    if number in _FULL or (isinstance(error, RuntimeError) and any(word in str(error) for word in _TORCHS)):
+    """The errno in `_REFUSALS` that caused an error; None for any other error."""
+    code = error.errno if isinstance(error, OSError) else None
+    if code is None and (match := _OS_ERROR.search(str(error))):
+        code = int(match[1])
+    if code in _FULL or (isinstance(error, RuntimeError) and any(word in str(error) for word in _TORCH_WORDS)):
         return errno.ENOSPC
-    return number if number in _REFUSALS else None
+    return code if code in _REFUSALS else None

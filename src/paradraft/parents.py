@@ -1,7 +1,7 @@
-"""Token trees as tensors: from parents to depths, ancestors, chains and paths.
+"""Token trees as tensors: depths, ancestors, chains and paths, computed from parents.
 
-A round asks several times what follows from the same parents, and all chains of a length have the same tensor of
-parents, so answers are kept for the tensors that were asked about last. Neither may be changed.
+A round needs the same values several times, and all chains of a length share one tensor of parents, so results are
+cached by tensor. Neither the arguments nor the results may be modified.
 
 Shape letters: B rows of a batch, N nodes of a tree, M = N + 1 with the root after them.
 """
@@ -18,18 +18,16 @@ from paradraft.tree import ABSENT
 
 @lru_cache(maxsize=256)
 def parents_of_chains(batch_size: int, nodes: int, device: torch.device) -> Tensor:
-    """`[B, N]` parents -1, 0, 1, … for every row; not to be changed: all callers share the tensor."""
+    """`[B, N]` parents -1, 0, 1, … for every row; read-only: all callers share the tensor."""
     return torch.arange(-1, nodes - 1, device=device).repeat(batch_size, 1)
 
 
-_kept = lru_cache(maxsize=64)  # tensors are equal as keys only if they are the same object
+_cached = lru_cache(maxsize=64)  # tensors are equal as keys only if they are the same object
 
 
-@_kept
+@_cached
 def ancestors(parents_BN: Tensor) -> Tensor:
-    """Which nodes lie on the way from the root to each node, itself included.
-
-    A node may attend to exactly these (and to all committed tokens).
+    """Tree attention mask: each node attends to its ancestors and itself (and to all committed tokens).
 
     Args:
         parents_BN: `[B, N]` parents, each smaller than its node; -1 is the root, outside the tree.
@@ -43,7 +41,7 @@ def ancestors(parents_BN: Tensor) -> Tensor:
     B, N = parents_BN.shape
     if is_chain(parents_BN):
         return torch.ones(N, N, dtype=torch.bool, device=parents_BN.device).tril().expand(B, N, N)
-    # One more row for the root: its own parent, and no node's ancestor.
+    # One more row for the root, which is its own parent and the ancestor of no node.
     up_BM = torch.nn.functional.pad(torch.where(parents_BN == ABSENT, N, parents_BN), (0, 1), value=N)
     sees_BMM = torch.eye(N + 1, dtype=torch.bool, device=parents_BN.device).repeat(B, 1, 1)
     for _ in range((N - 1).bit_length()):  # 1, 2, 4, … generations
@@ -52,7 +50,7 @@ def ancestors(parents_BN: Tensor) -> Tensor:
     return sees_BMM[:, :N, :N]
 
 
-@_kept
+@_cached
 def depths(parents_BN: Tensor) -> Tensor:
     """The depth of each node; a child of the root has depth 0.
 
@@ -62,7 +60,7 @@ def depths(parents_BN: Tensor) -> Tensor:
     N = parents_BN.shape[1]
     if is_chain(parents_BN):
         return parents_BN + 1
-    # One more column for the root: its own parent, and no step away from itself.
+    # One more column for the root, which is its own parent, at distance 0.
     up_BM = torch.nn.functional.pad(torch.where(parents_BN == ABSENT, N, parents_BN), (0, 1), value=N)
     steps_BM = (up_BM != N).long()  # from each node up to the one in `up_BM`
     for _ in range((N - 2).bit_length()):  # 1, 2, 4, … generations
@@ -71,9 +69,9 @@ def depths(parents_BN: Tensor) -> Tensor:
     return steps_BM[:, :N]
 
 
-@_kept
+@_cached
 def depths_after(parents_BN: Tensor) -> Tensor:
-    """How many drafted tokens stand before each row of a pass's logits: 0 after the root, a node's depth + 1 after it.
+    """Number of drafted tokens before each row of logits: 0 for the root's row, depth + 1 for a node's.
 
     >>> depths_after(torch.tensor([[-1, 0, 0, 2]])).tolist()
     [[0, 1, 2, 2, 3]]
@@ -81,7 +79,7 @@ def depths_after(parents_BN: Tensor) -> Tensor:
     return torch.nn.functional.pad(depths(parents_BN) + 1, (1, 0))
 
 
-@_kept
+@_cached
 def is_chain(parents_BN: Tensor) -> bool:
     """Whether every node's parent is the node before it.
 
@@ -94,9 +92,9 @@ def is_chain(parents_BN: Tensor) -> bool:
     )  # a GPU must finish before tensors are compared
 
 
-@_kept
+@_cached
 def with_root(parents_BN: Tensor) -> Tensor:
-    """The parents `[B, N + 1]` of a tree whose first node is the root.
+    """Parents `[B, N + 1]` of the tree with the root as its first node.
 
     >>> with_root(torch.tensor([[-1, 0, 0]])).tolist()
     [[-1, 0, 1, 1]]
@@ -108,7 +106,7 @@ def with_root(parents_BN: Tensor) -> Tensor:
 
 
 def row_after(path_BN: Tensor) -> Tensor:
-    """`[B, 1]` which row of a pass's logits follows each path: row 0 follows the root, row n + 1 node n.
+    """`[B, 1]` index of the row of logits after each path: row 0 follows the root, row n + 1 follows node n.
 
     Args:
         path_BN: `[B, N]` nodes from the root down, then `ABSENT`.
@@ -121,7 +119,7 @@ def row_after(path_BN: Tensor) -> Tensor:
 
 
 def texts_before(tokens_BN: Tensor, parents_BN: Tensor) -> Tensor:
-    """The drafted tokens on the way to the root and to each node, the node's own included.
+    """The drafted tokens on the path from the root to each node, inclusive.
 
     Returns:
         `[B, N + 1, N]` token ids, `ABSENT` between and after them; row 0 is the root's.

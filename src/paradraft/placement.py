@@ -1,4 +1,4 @@
-"""Where the two sides of decoding run: on which CPUs the target, on which CPUs or device the drafter."""
+"""Placement of target and drafter on CPUs and devices."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from paradraft.errors import one_line, real_number
 
 TIMEOUT_S = 120.0
-"""How long a drafter in a process of its own may be silent, where nothing else is said."""
+"""Default timeout for an answer of a drafter in a separate process."""
 MOST_TIMEOUT_S = 1e6
 MOST_CPUS = 4096
-"""CPU numbers are below it."""
+"""CPU numbers are below this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Where some layers of a target are.
+    """A pipeline stage: the device of some layers of a target.
 
     Args:
         device: a torch device.
-        cpus: numbers of the CPUs that compute them, if the device is the CPU; None for all.
+        cpus: numbers of the CPUs that compute the layers, if the device is the CPU; None for all.
     """
 
     device: str = "cpu"
@@ -34,21 +34,23 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """By default both sides share the CPUs of this process. With `draft_cpus` or `draft_device` the drafter has a
-    process of its own.
+    """CPUs and devices of target and drafter.
+
+    By default both share the CPUs of this process. With `draft_cpus` or `draft_device` the drafter has a separate
+    process.
 
     Args:
-        target_cpus: numbers of the CPUs that the target computes on; None for all that this process has.
-        target_stages: where the target's layers are, if they are shared out over several devices, one after the other.
-            A drafter that drafts ahead is then on these devices too, where the target is not at that time.
-        tensor_parallel: the processes that `torchrun` has started share each layer of the target, and all do the same;
-            each has the whole drafter.
-        draft_cpus: those of the drafter's process; None for all.
+        target_cpus: numbers of the CPUs that the target computes on; None for all CPUs of this process.
+        target_stages: pipeline stages, if the target's layers are split over several devices. A drafter that drafts
+            ahead then runs on the stages that the target does not use at that moment.
+        tensor_parallel: each layer of the target is split over the processes that `torchrun` has started; each has the
+            whole drafter.
+        draft_cpus: numbers of the CPUs of the drafter's process; None for all.
         draft_device: a torch device for the drafter, such as cuda:1; None for the target's.
-        draft_timeout_s: seconds after which a drafter that says nothing is given up.
+        draft_timeout_s: seconds after which a drafter that does not answer is given up.
 
     Raises:
-        ValueError: this process does not have these CPUs, or the time is not above 0.
+        ValueError: this process does not have these CPUs, or the timeout is not above 0.
     """
 
     target_cpus: tuple[int, ...] | None = None
@@ -69,14 +71,14 @@ class Placement:
             raise ValueError(f"draft_timeout_s={self.draft_timeout_s}: use seconds above 0, at most {MOST_TIMEOUT_S:g}")
 
     def check(self, gamma: object) -> None:
-        """Raises ValueError if the drafter is to have a process of its own and does not draft ahead, by `gamma`."""
+        """Raises ValueError if the drafter has a separate process but does not draft ahead (`gamma` is None)."""
         if self.has_process and gamma is None:
             name = "draft_device" if self.draft_cpus is None else "draft_cpus"
             raise ValueError(f"{name} gives the drafter a process of its own, to draft ahead: set gamma too")
 
     @property
     def has_process(self) -> bool:
-        """Whether the drafter has a process of its own."""
+        """Whether the drafter has a separate process."""
         return self.draft_cpus is not None or self.draft_device is not None
 
 
@@ -94,17 +96,17 @@ def _check_cpus(name: str, cpus: object) -> None:
 
 
 def cpus_of(text: str | None) -> tuple[int, ...] | None:
-    """CPU numbers as `taskset` reads them: with commas or plus signs between them; a-b is all from a to b.
+    """Parses CPU numbers in the form of `taskset`: separated by commas or plus signs; a-b is a range.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text has another form.
 
     >>> cpus_of("0-2,5"), cpus_of("7+3")
     ((0, 1, 2, 5), (3, 7))
     """
     if text is None:
         return None
-    found: set[int] = set()
+    cpus: set[int] = set()
     for part in text.replace("+", ",").split(","):
         first, dash, last = part.strip().partition("-")
         last = last if dash else first
@@ -112,12 +114,12 @@ def cpus_of(text: str | None) -> tuple[int, ...] | None:
             raise ValueError(
                 f"CPUs {text!r}: use numbers with commas between them, such as 0,2; 0-3 is all from 0 to 3"
             )
-        found |= set(range(int(first), int(last) + 1))
-    return tuple(sorted(found))
+        cpus |= set(range(int(first), int(last) + 1))
+    return tuple(sorted(cpus))
 
 
 def in_words(cpus: set[int]) -> str:
-    """CPU numbers as `cpus_of` reads them.
+    """Formats CPU numbers as `cpus_of` parses them.
 
     >>> in_words({0, 1, 2, 5})
     '0-2,5'
@@ -128,10 +130,10 @@ def in_words(cpus: set[int]) -> str:
 
 
 def stages_of(text: str | None) -> tuple[Stage, ...] | None:
-    """Devices with slashes between them; `cpu:` and CPU numbers, as `cpus_of` reads them, is a device too.
+    """Parses devices separated by slashes; `cpu:` with CPU numbers, as in `cpus_of`, is a device too.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text has another form.
 
     >>> stages_of("cuda:0/cuda:1")
     (Stage(device='cuda:0', cpus=None), Stage(device='cuda:1', cpus=None))
@@ -140,19 +142,19 @@ def stages_of(text: str | None) -> tuple[Stage, ...] | None:
     """
     if text is None:
         return None
-    found = []
+    stages = []
     for part in text.split("/"):
         device, _, cpus = part.strip().partition(":")
         if not device:
             raise ValueError(f"stages {text!r}: name devices with slashes between them, such as cuda:0/cuda:1")
         is_cpu = device == "cpu" and cpus
-        found.append(Stage(device=device, cpus=cpus_of(cpus)) if is_cpu else Stage(device=part.strip()))
-    return tuple(found)
+        stages.append(Stage(device=device, cpus=cpus_of(cpus)) if is_cpu else Stage(device=part.strip()))
+    return tuple(stages)
 
 
 @contextmanager
 def on_cpus(cpus: tuple[int, ...] | None) -> Iterator[None]:
-    """Inside, this thread runs on some CPUs only, and so do the threads and processes that it starts; None for all."""
+    """Pins this thread, and the threads and processes that it starts, to some CPUs; None changes nothing."""
     if cpus is None:
         yield
         return

@@ -1,6 +1,6 @@
-"""Modules that are found by a name: the files of a package, and what other installed packages offer beside them.
+"""Plugin modules by name: the files of a package, and entry points of other installed packages.
 
-Another package offers a module by an entry point: group, name, and the module's import path.
+An entry point has a group, a name, and the module's import path.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import ModuleType
 
 
 def module_names(folders: Iterable[str], group: str) -> list[str]:
-    """All names, sorted.
+    """All plugin names, sorted.
 
     Args:
         folders: of the package, its `__path__`.
@@ -23,16 +23,16 @@ def module_names(folders: Iterable[str], group: str) -> list[str]:
 
 
 def find_module(name: str, package: str, folders: Iterable[str], group: str) -> ModuleType:
-    """Imports the module of a name that `module_names` lists.
+    """Imports a module that `module_names` lists.
 
     Args:
         name: of the module.
-        package: the import path of the package whose files are searched.
+        package: import path of the package whose files are searched.
         folders: of the package, its `__path__`.
         group: of the entry points.
 
     Raises:
-        ValueError: several packages have the name, or another package's module cannot be imported.
+        ValueError: several packages offer the name, or another package's module cannot be imported.
     """
     points = list(entry_points(group=group, name=name))
     owners = [*(["paradraft"] if name in _shipped(folders) else []), *map(_owner, points)]

@@ -1,6 +1,6 @@
-"""Rows of token ids of different lengths: as lists, or as a tensor filled with `ABSENT` on the right.
+"""Rows of token ids of different lengths: as lists, or as a tensor padded with `ABSENT` on the right.
 
-What is done to a few ids a round is done to lists: an operation on tensors that small takes longer than all of it.
+A few ids per round are handled as lists: one operation on such a small tensor takes longer than all of it.
 
 Shape letters: B rows, M and N tokens of the longest row.
 """
@@ -16,7 +16,7 @@ from paradraft.tree import ABSENT
 
 
 def upload(numbers: Any, device: torch.device | None) -> Tensor:
-    """An int64 tensor of nested sequences of numbers. A GPU is not waited for, as `torch.tensor` does.
+    """An int64 tensor of nested sequences of integers. Does not synchronize with a GPU, as `torch.tensor` does.
 
     >>> upload([[1, 2], [3, 4]], torch.device("cpu")).tolist()
     [[1, 2], [3, 4]]
@@ -38,7 +38,7 @@ def from_lists(rows: list[list[int]], device: torch.device | None = None) -> Ten
 
 
 def to_lists(tokens_BM: Tensor) -> list[list[int]]:
-    """The rows without what fills them.
+    """The rows without padding.
 
     >>> to_lists(torch.tensor([[5, -1], [-1, -1], [6, 7]]))
     [[5], [], [6, 7]]
@@ -47,7 +47,7 @@ def to_lists(tokens_BM: Tensor) -> list[list[int]]:
 
 
 def append(tokens_BM: Tensor, more_BN: Tensor) -> Tensor:
-    """Rows of `more_BN` after rows of `tokens_BM`.
+    """Appends each row of `more_BN` to that of `tokens_BM`.
 
     >>> append(torch.tensor([[7, -1], [8, 9]]), torch.tensor([[1, 2], [3, -1]])).tolist()
     [[7, 1, 2], [8, 9, 3]]
@@ -56,9 +56,9 @@ def append(tokens_BM: Tensor, more_BN: Tensor) -> Tensor:
 
 
 def joined(rows: list[list[int]], more: list[list[int]]) -> list[list[int]]:
-    """Each row of `more` after that of `rows`.
+    """Appends each row of `more` to that of `rows`.
 
     >>> joined([[7], [8, 9]], [[1, 2], [3]])
     [[7, 1, 2], [8, 9, 3]]
     """
-    return [row + behind for row, behind in zip(rows, more, strict=True)]
+    return [row + end for row, end in zip(rows, more, strict=True)]

@@ -1,4 +1,4 @@
-"""How tokens are chosen: the settings of a request, checked."""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_BIAS = 10_000.0
-"""Largest bias or penalty: far beyond any logit, and far from what a float32 cannot hold."""
+"""Largest bias or penalty: far beyond any logit, and far from the limits of float32."""
 
 
 class LogitsProcessor(Protocol):
     """As in `transformers`."""
 
     def __call__(self, tokens_MT: Tensor, logits_MV: Tensor, /) -> Tensor:
-        """From `[M, T]` token ids and `[M, V]` logits of what follows them to new `[M, V]` logits.
+        """Maps `[M, T]` token ids and the `[M, V]` logits after them to new `[M, V]` logits.
 
         M changes from call to call; logits of another shape fail the request.
         """
@@ -29,24 +29,24 @@ class LogitsProcessor(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen from the logits.
+    """Sampling parameters: how the next token is chosen from the logits.
 
-    The settings act in this order: logit bias, penalties, processors, temperature, top-k, top-p,
-    min-p. With the match rule the same seed gives the same text with and without speculation.
+    They are applied in this order: logit bias, penalties, processors, temperature, top-k, top-p, min-p. With the match
+    rule the same seed gives the same text with and without speculation.
 
     Args:
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches p, in (0, 1].
-        min_p: keep tokens at least this times as likely as the likeliest, in [0, 1].
+        min_p: keep tokens whose probability is at least this share of the largest one, in [0, 1].
         repetition_penalty: above 1 makes tokens of prompt and answer less likely (Keskar et al. 2019).
-        presence_penalty: taken off the logit of a token that the answer contains.
-        frequency_penalty: taken off the logit of a token for each time the answer contains it.
-        logit_bias: token id to what is added to its logit; -inf forbids it.
-        processors: a list of `LogitsProcessor`s, such as a `LogitsProcessorList` of `transformers`. Each is given
-            every drafted position's own text; it must be a function of its two arguments. It is not asked about texts
-            that go on after an end token or beyond the length limit, but it may be about what follows a stop string.
-        seed: names the random numbers of this request.
+        presence_penalty: subtracted from the logit of every token in the answer.
+        frequency_penalty: subtracted from the logit of a token once per occurrence in the answer.
+        logit_bias: token id to the number added to its logit; -inf forbids the token.
+        processors: a list of `LogitsProcessor`s, such as a `LogitsProcessorList` of `transformers`. Each is called with
+            the text of every drafted position and must be a function of its two arguments. It is not called for
+            positions after an end token or beyond the length limit, but may be for positions after a stop string.
+        seed: of the random numbers of this request.
 
     Raises:
         ValueError: a value is out of range or has the wrong type.
@@ -69,8 +69,8 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("top_k", "seed"):
             object.__setattr__(self, name, whole_number(name, getattr(self, name)))
-        numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-        for name in numbers:
+        names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        for name in names:
             object.__setattr__(self, name, real_number(name, getattr(self, name)))
         if self.temperature != 0.0 and not 1e-6 <= self.temperature <= 1e6:
             raise ValueError(f"temperature={self.temperature}: use 0 (greedy) or a number from 0.000001 to 1000000")
@@ -91,16 +91,16 @@ class Sampling:
                 )
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed}: use a whole number that fits in 64 bits")
-        # As tuples, so that equal settings are equal and can be told apart quickly.
+        # As tuples, so that settings can be compared and hashed.
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "processors", _processors(self.processors))
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """What rows that are served together have in common: all but the seed."""
-        numbers = (getattr(self, field.name) for field in fields(self) if field.name not in ("seed", "processors"))
-        # Processors need not be hashable, nor equal only if they do the same.
-        return *numbers, *map(id, self.processors)
+        """All settings but the seed: rows with equal settings are processed together."""
+        values = (getattr(self, field.name) for field in fields(self) if field.name not in ("seed", "processors"))
+        # Processors need not be hashable, and equal ones need not do the same.
+        return *values, *map(id, self.processors)
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -114,39 +114,35 @@ class Sampling:
 
     @property
     def reads_text(self) -> bool:
-        """Whether the logits of a position are changed in view of the tokens before it."""
+        """Whether the logits of a position depend on the tokens before it beyond the model."""
         return bool(
             self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.processors
         )
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the model's own logits are changed before the temperature."""
+        """Whether the model's logits are changed before the temperature is applied."""
         return self.reads_text or bool(self.logit_bias)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the model's own logits decide, with a temperature and nothing else."""
+        """Whether only a temperature, if anything, is applied to the model's logits."""
         has_filters = not self.is_greedy and bool(self.top_k or self.top_p < 1.0 or self.min_p)
         return not has_filters and not self.changes_logits
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether tokens are the argmax of the model's own logits."""
+        """Whether tokens are the argmax of the model's logits."""
         return self.is_greedy and self.is_plain
 
 
-def _biases(given: object) -> tuple[tuple[int, float], ...]:
-    """Pairs of token id and bias, by id.
-
-    Raises:
-        ValueError: it is something else.
-    """
+def _biases(setting: object) -> tuple[tuple[int, float], ...]:
+    """Pairs of token id and bias, sorted by id."""
     example = "use token ids and numbers, such as {50256: -100.0}"
-    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    pairs = list(setting.items()) if isinstance(setting, Mapping) else setting
     kinds = (list, tuple)
     if not isinstance(pairs, kinds) or not all(isinstance(pair, kinds) and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"logit_bias={one_line(given)}: {example}")
+        raise ValueError(f"logit_bias={one_line(setting)}: {example}")
     biases: dict[int, float] = {}
     for key, value in pairs:
         try:
@@ -163,18 +159,13 @@ def _biases(given: object) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(biases.items()))
 
 
-def _processors(given: object) -> tuple[LogitsProcessor, ...]:
-    """The functions of a list.
-
-    Raises:
-        ValueError: it is no list of functions.
-    """
-    if not isinstance(given, (list, tuple)):
-        raise ValueError(f"processors={one_line(given)}: use a list of functions, such as [processor]")
-    for processor in given:
+def _processors(processors: object) -> tuple[LogitsProcessor, ...]:
+    if not isinstance(processors, (list, tuple)):
+        raise ValueError(f"processors={one_line(processors)}: use a list of functions, such as [processor]")
+    for processor in processors:
         if not callable(processor):
             raise ValueError(f"processors: {one_line(processor)} cannot be called: use a list of functions")
-    return tuple(given)
+    return tuple(processors)
 
 
 GREEDY = Sampling()

@@ -1,4 +1,4 @@
-"""What a signal does while something is half written."""
+"""Defers SIGINT/SIGTERM while a file is written."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from types import FrameType
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Lets SIGTERM raise `SystemExit` while it is entered, so that other processes end and what is unfinished goes.
+    """Makes SIGTERM raise `SystemExit` inside the block, so that child processes end and unfinished files are deleted.
 
-    Forks that are made meanwhile end at SIGTERM, as ever. Where SIGTERM does something else already, or in a thread
-    that hears no signals, nothing changes.
+    Forks made meanwhile end at SIGTERM as usual. Changes nothing if SIGTERM has another handler, or outside the main
+    thread.
     """
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before is not signal.SIG_DFL:
@@ -28,29 +28,29 @@ def sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _exit(number: int, _: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+def _exit(signum: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
 
 
-# A handler waits until Python runs, and Python forgets in a fork what came before it runs there. A fork that waits in C
-# for a lock which another thread had would never end, and neither would who waits for it. So SIGTERM ends forks, and
-# one that comes too early is kept back until it does.
-_kept = threading.local()
+# A Python handler runs only when the interpreter does, and a fork forgets the signals that came before. A fork that
+# waits in C for a lock that another thread held would never end, and neither would the process that waits for it. So
+# SIGTERM ends forks by its default action, and is blocked until that is restored.
+_saved = threading.local()
 
 
-def _keep_back() -> None:
-    _kept.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+def _block() -> None:
+    _saved.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def _let_through() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _kept.mask)
+def _restore_mask() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _saved.mask)
 
 
-def _end_at_once() -> None:
+def _reset_in_child() -> None:
     if signal.getsignal(signal.SIGTERM) is _exit:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _let_through()
+    _restore_mask()
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no forks
-    os.register_at_fork(before=_keep_back, after_in_parent=_let_through, after_in_child=_end_at_once)
+    os.register_at_fork(before=_block, after_in_parent=_restore_mask, after_in_child=_reset_in_child)

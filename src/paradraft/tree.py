@@ -1,4 +1,4 @@
-"""The shape of token trees; the tensors of a tree that was drafted are in [parents.py](parents.py)."""
+"""The shape of draft trees; [parents.py](parents.py) has the tensors of a drafted tree."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass
 from paradraft.errors import one_line, whole_number
 
 ABSENT = -1
-"""Token id and node index that mean "nothing here". Never 0, which is a real token."""
+"""Padding of token ids and node indices. Never 0, which is a real token."""
 MOST_CANDIDATES = 16
-"""Most children of one node of a tree."""
+"""Most children of a node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tree:
-    """The shape of drafts that branch: either a budget or fixed paths.
+    """The shape of draft trees: a node budget or fixed paths.
 
-    A path names a node by the rank of the candidate taken at each depth: `(0,)` is the drafter's
-    best first token, `(0, 1)` the second best after it.
+    A path names a node by the rank of the candidate taken at each depth: `(0,)` is the drafter's best first token,
+    `(0, 1)` the second best after it.
 
     Args:
-        budget: grow each draft to this many nodes, the most promising first; at least 1.
-        paths: these nodes in every round; every path's parent must be there too.
+        budget: grow each draft to this many nodes, the most probable first; at least 1.
+        paths: nodes of every draft; the parent of each path must be among them.
         max_depth: most tokens of a path of a tree with a budget; None leaves that to K.
 
     Raises:
-        ValueError: neither or both are given, a path is empty, repeated or without its parent, or fixed paths are
-            given a depth.
+        ValueError: there is no budget and no paths, or both; a path is empty, repeated or without its parent; or fixed
+            paths come with a depth.
 
     >>> Tree(paths=((0,), (1,), (0, 0))).depth
     2
@@ -68,7 +68,7 @@ class Tree:
 
     @property
     def depth(self) -> int | None:
-        """Most tokens of a path; None where K alone bounds it."""
+        """Most tokens of a path; None if only K bounds it."""
         return self.max_depth if self.paths is None else max(map(len, self.paths))
 
 

@@ -1,12 +1,12 @@
-"""Words of messages that depend on values."""
+"""Singular and plural in messages."""
 
 from __future__ import annotations
 
 
-def number_of(number: int, noun: str) -> str:
-    """A number and what it counts.
+def number_of(count: int, noun: str) -> str:
+    """A count with its noun.
 
-    >>> [number_of(number, "token") for number in (0, 1, 2)]
+    >>> [number_of(count, "token") for count in (0, 1, 2)]
     ['0 tokens', '1 token', '2 tokens']
     """
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

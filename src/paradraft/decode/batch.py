@@ -1,7 +1,7 @@
-"""The requests that are decoded together, one row each: they join, take part in rounds, and leave.
+"""Continuous batching: requests join, take part in rounds, and leave; one row each.
 
-A row's tokens do not depend on the rows beside it, nor on when it joined: every position has its own random numbers,
-and the rows of a cache have lengths of their own.
+A row's tokens do not depend on the other rows, nor on when it joined: every position has its own random numbers, and
+every row of the KV cache its own length.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from paradraft.verify.rules import Verify
 
 @dataclass(frozen=True, kw_only=True)
 class KeptRow:
-    """What is kept of a request that has left, for one whose prompt begins with the same tokens.
+    """Prefix cache entry: the state of a finished request, for prompts with a common prefix.
 
     Args:
-        tokens: its prompt and its answer.
-        target: what the target's cache held of it.
-        drafter: what the drafter saved of it.
+        tokens: prompt and answer.
+        target: its row of the target's KV cache.
+        drafter: see `Drafter.save`.
     """
 
     tokens: list[int]
@@ -59,11 +59,11 @@ class KeptRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A request whose prompt is read in pieces, between the rounds of others.
+    """A request in chunked prefill, between the rounds of others.
 
     Args:
         generation: the request.
-        begun: the kept row that its prompt begins with, and how many tokens the two have in common.
+        begun: the kept row with the longest common prefix, and the length of that prefix.
     """
 
     generation: Generation
@@ -73,18 +73,18 @@ class Reading:
 class Batch:
     """The rows that a target and a drafter decode together.
 
-    One batch at a time may have rows on a target: its cache is the batch's.
+    Only one batch at a time may have rows on a target, because the batch owns the target's KV cache.
 
     Args:
-        target: the model whose text this is.
-        drafter: where the guesses come from; it changes the speed, never the text.
-        lengths: how many tokens to draft in the next round.
+        target: the model whose text is generated.
+        drafter: changes the speed, never the text.
+        lengths: policy for the draft length of each round.
         rule: see `paradraft.verify.load_rule`.
         tree: the shape of the drafts; None for chains.
-        verify: decides instead of the rule, for audits and timing.
-        keeps_finished: let requests that have ended stay, so that the number of rows is constant.
-        kept_rows: of how many requests, the last to end, the caches are kept: a prompt that begins as one of them, such
-            as the next turn of a conversation, is read from where they part.
+        verify: replaces the rule, for audits and timing.
+        keeps_finished: finished requests stay, so that the number of rows is constant.
+        kept_rows: number of finished requests whose caches are kept for prefix reuse, such as by the next turn of a
+            conversation.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class Batch:
         self.generations: list[Generation] = []
         """By row."""
         self.reading: Reading | None = None
-        """Has a row in the target's cache, after the others, and takes part in rounds as soon as its prompt is read."""
+        """The request in chunked prefill; it has the last row of the target's cache."""
         self.pace = ReadingPace()
-        """How much may be read between two rounds."""
+        """Prefill chunk size."""
         self.clock = Clock.on(target.device)
-        """Times and counts since the batch was last without rows."""
+        """Times and counts since the batch was last empty."""
         self._keeps_finished = keeps_finished
         self._kept = deque[KeptRow](maxlen=kept_rows)
         self._start_number = 0
@@ -119,12 +119,12 @@ class Batch:
 
     @property
     def members(self) -> list[Generation]:
-        """All requests: by row, and last the one whose prompt is read in pieces."""
+        """All requests by row; the one in chunked prefill comes last."""
         return self.generations + ([self.reading.generation] if self.reading is not None else [])
 
     @property
     def is_current(self) -> bool:
-        """Whether no other batch has been started on this target since this one was."""
+        """Whether no other batch has been started on this target since this one."""
         return self.target.starts == self._start_number
 
     @property
@@ -133,10 +133,7 @@ class Batch:
         return all(generation.is_finished for generation in self.generations)
 
     def join(self, generations: Sequence[Generation]) -> None:
-        """Adds requests, one row each, after the others; the target reads their prompts.
-
-        Args:
-            generations: may have tokens already, of an earlier batch: the answer goes on after them.
+        """Adds requests as the last rows, after a prefill of their prompts; answers begun in another batch go on.
 
         Raises:
             ValueError: a prompt is longer than the target's capacity, or the caches do not fit into memory.
@@ -147,11 +144,11 @@ class Batch:
         self.clock.skip()
         requests = [generation.so_far for generation in generations]
         self.clock.join(request.id for request in requests)
-        begun = [self._begun(request.tokens) for request in requests]
-        prompt = self.target.join(requests, [found and (found[0].target, found[1]) for found in begun])
-        self._admit(generations, requests, prompt, begun)
+        prefixes = [self._begun(request.tokens) for request in requests]
+        prompt = self.target.join(requests, [prefix and (prefix[0].target, prefix[1]) for prefix in prefixes])
+        self._admit(generations, requests, prompt, prefixes)
         self.clock.lap("prefill")
-        unread = sum(_unread(request.tokens, found) for request, found in zip(requests, begun, strict=True))
+        unread = sum(_unread(request.tokens, prefix) for request, prefix in zip(requests, prefixes, strict=True))
         self.pace.read(unread, self.clock.last_s["prefill"])
 
     def _admit(
@@ -159,22 +156,19 @@ class Batch:
         generations: Sequence[Generation],
         requests: Sequence[Request],
         prompt: Committed,
-        begun: Sequence[tuple[KeptRow, int] | None],
+        prefixes: Sequence[tuple[KeptRow, int] | None],
     ) -> None:
-        """Lets requests take part in rounds from now on, whose prompts the target has read."""
+        """Adds requests to the rounds after their prefill."""
         self.drafter.join(requests, prompt)
-        for row, found in enumerate(begun, start=len(self.generations)):
-            if found is not None:
-                self.drafter.restore(row, found[0].drafter, found[1])
+        for row, prefix in enumerate(prefixes, start=len(self.generations)):
+            if prefix is not None:
+                self.drafter.restore(row, prefix[0].drafter, prefix[1])
         self.sampler.join(requests)
         self.lengths.join(requests)
         self.generations += generations
 
     def begin(self, generation: Generation) -> None:
-        """Adds one request whose prompt `read` reads in pieces, beside others that go on; none joins until it is read.
-
-        Args:
-            generation: see `join`.
+        """Begins a chunked prefill, which `read` continues; no other request joins until it is done.
 
         Raises:
             ValueError: see `join`.
@@ -182,27 +176,26 @@ class Batch:
         assert self.generations and self.reading is None
         request = generation.so_far
         self.clock.join([request.id])
-        found = self._begun(request.tokens)
-        self.target.begin(request, found and (found[0].target, found[1]))
-        self.reading = Reading(generation=generation, begun=found)
+        prefix = self._begun(request.tokens)
+        self.target.begin(request, prefix and (prefix[0].target, prefix[1]))
+        self.reading = Reading(generation=generation, begun=prefix)
 
     def read(self, most: int) -> int:
-        """Reads at most `most` tokens of the prompt that is read in pieces; the request takes part in rounds from now
-        on when that was its last piece.
+        """Prefills the next chunk of at most `most` tokens; after the last chunk the request joins the rounds.
 
         Returns:
-            How many were read.
+            Number of tokens read.
 
         Raises:
             RequestError: with the error that `join` would raise.
         """
         assert self.reading is not None
-        generation, begun = self.reading.generation, self.reading.begun
+        generation, prefix = self.reading.generation, self.reading.begun
         self.clock.skip()
         try:
             tokens, prompt = self.target.read(most)
             if prompt is not None:
-                self._admit([generation], [generation.so_far], prompt, [begun])
+                self._admit([generation], [generation.so_far], prompt, [prefix])
                 self.reading = None
         except Exception as error:
             raise RequestError([generation.request.id], error) from error
@@ -211,23 +204,23 @@ class Batch:
         return tokens
 
     def unread(self, request: Request) -> int:
-        """How many tokens have to be read of a prompt."""
+        """Number of prompt tokens to prefill, without those that the prefix cache has."""
         return _unread(request.tokens, self._begun(request.tokens))
 
     def _begun(self, tokens: list[int]) -> tuple[KeptRow, int] | None:
-        """The kept row that has the most of a prompt's first tokens, and how many; None if none has any."""
+        """The cached row with the longest common prefix, and its length; None if no row shares a token."""
         if not self._kept:
             return None
         shared = [shared_length(kept.tokens, tokens) for kept in self._kept]
         best = max(range(len(shared)), key=shared.__getitem__)
         return (self._kept[best], shared[best]) if shared[best] else None
 
-    def _save(self, gone: Collection[Generation]) -> None:
-        """Keeps the caches of requests that have ended."""
+    def _save(self, leaving: Collection[Generation]) -> None:
+        """Adds finished requests to the prefix cache."""
         if not self._kept.maxlen:
             return
         for row, generation in enumerate(self.generations):
-            if generation in gone and generation.is_finished and generation.error is None:
+            if generation in leaving and generation.is_finished and generation.error is None:
                 tokens = generation.request.tokens + generation.tokens
                 target, drafter = self.target.lm.save(row, len(tokens)), self.drafter.save(row, len(tokens))
                 self._kept.append(KeptRow(tokens=tokens, target=target, drafter=drafter))
@@ -243,16 +236,16 @@ class Batch:
         self.clock = Clock.on(device)
 
     def step(self) -> RoundOutput:
-        """Runs one round; then requests that have ended leave, as soon as that pays."""
+        """Runs one round; then finished requests leave, when compaction pays."""
         if not self.is_current:
             raise ValueError("another batch was started on this target: finish one before the next")
         if self.is_finished and self.reading is not None:
-            # Not at the end of the round before: its tokens, the last of their answers, would be told after it.
+            # Not at the end of the previous round: its tokens, the last of their answers, would be delivered late.
             self.read(self.target.capacity)
         self.clock.skip()
         output = self.round()
         seconds = self.clock.last_s
-        other_s = seconds.get("other", 0.0)  # of the round before
+        other_s = seconds.get("other", 0.0)  # of the previous round
         self.lengths.observe(output, draft_s=seconds.get("draft", 0.0), verify_s=seconds["verify"], other_s=other_s)
         self.pace.decode(seconds.get("draft", 0.0) + seconds["verify"] + other_s)
         self.clock.count(output)
@@ -267,16 +260,16 @@ class Batch:
         return output
 
     def round(self) -> RoundOutput:
-        """One round of the loop that this batch is decoded with."""
+        """Runs one round of this batch's decoding loop."""
         return decode_round(self)
 
     def leave(self, generations: Collection[Generation]) -> None:
-        """Removes requests, ended or not, from the batch. The last rows take the places of those that leave."""
+        """Removes requests, finished or not; the last rows fill the gaps (compaction)."""
         gone = set(map(id, generations))
         if self.reading is not None and id(self.reading.generation) in gone:
             self.reading = None
             self.target.give_up()
-            if self.is_finished:  # the rows were kept for it
+            if self.is_finished:  # these rows stayed only for it
                 gone.update(map(id, self.generations))
         if self.reading is not None and gone.issuperset(map(id, self.generations)):
             self.read(self.target.capacity)
@@ -292,7 +285,7 @@ class Batch:
             self.generations = [self.generations[row] for row in rows]
 
     def keep(self, rows_b: Tensor) -> None:
-        """Forgets all rows but some, `[b]` the index that each had before, and orders these anew."""
+        """Drops and reorders rows: `[b]` the old index of each row."""
         for part in (self.target, self.drafter, self.sampler, self.lengths):
             part.keep(rows_b)
 
@@ -301,9 +294,9 @@ class Batch:
         self.generations, self.reading = [], None
 
     def draft_lengths(self) -> list[int]:
-        """How deep to draft in each row: no deeper than it has room for, with the target's own token after the draft.
+        """Largest draft depth of each row: the policy's, limited by the tokens that the answer may still get.
 
-        A tree that grows to its budget takes another shape if it is shallower, so it is drafted whole and cut later.
+        A tree with a budget changes its shape if it is drafted shallower, so it is drafted whole and trimmed later.
         """
         pairs = zip(self.lengths.next(), self.generations, strict=True)
         self._most = [min(length, generation.draftable) for length, generation in pairs]
@@ -312,7 +305,7 @@ class Batch:
         return [self.lengths.k if most else 0 for most in self._most] if is_grown else self._most
 
     def trim(self, draft: Draft) -> Draft:
-        """The draft without what is not worth its time, and without what is deeper than its row may draft."""
+        """Removes nodes that the policy does not verify, and nodes below the largest depth of their row."""
         draft = self.lengths.cut(draft)
         if draft.tokens.shape[1] <= min(self._most):
             return draft
@@ -320,40 +313,40 @@ class Batch:
         return draft if is_kept_BN.all() else draft.where(is_kept_BN)
 
     def logprobs(self, out: TargetOut, verdict: Verdict) -> dict[int, list[TokenLogprobs]]:
-        """How likely the target finds the committed tokens of a round, by request, of those that ask for it."""
-        found = {}
+        """Logprobs of the committed tokens of a round, by id, for requests with `logprobs`."""
+        logprobs = {}
         for row, generation in enumerate(self.generations):
             if (most := generation.request.logprobs) is None or generation.is_finished:
                 continue
-            kept = int(verdict.accepted[row])
-            tokens = [token for token in verdict.tokens[row, : kept + 1].tolist() if token >= 0]
-            places = [0, *(node + 1 for node in verdict.path[row, :kept].tolist())][: len(tokens)]
-            found[generation.request.id] = logprobs_of(out.logits[row, places], tokens, most)
-        return found
+            accepted = int(verdict.accepted[row])
+            tokens = [token for token in verdict.tokens[row, : accepted + 1].tolist() if token >= 0]
+            logit_rows = [0, *(node + 1 for node in verdict.path[row, :accepted].tolist())][: len(tokens)]
+            logprobs[generation.request.id] = logprobs_of(out.logits[row, logit_rows], tokens, most)
+        return logprobs
 
     def emit(
         self, draft: Draft, verdict: Verdict, logprobs: Mapping[int, list[TokenLogprobs]] | None = None
     ) -> RoundOutput:
-        """Hands the committed tokens of a round to the requests; a request whose logits are not numbers fails."""
-        told = logprobs or {}
+        """Appends the committed tokens to the requests; a request whose logits are not numbers fails."""
+        logprobs_by_id = logprobs or {}
         tokens, accepted, drafted, nodes, paths = [], [], [], [], []
         parts = (verdict.tokens, verdict.accepted, verdict.path, draft.tokens, draft.parents)
         rows = zip(self.generations, *(part.tolist() for part in parts), strict=True)
-        for generation, committed, kept, path, guessed, parents in rows:
-            depth = [] if generation.is_finished else depths_of_row(guessed, parents)
+        for generation, committed, kept, path, guesses, parents in rows:
+            node_depths = [] if generation.is_finished else depths_of_row(guesses, parents)
             new = generation.emit(
                 [token for token in committed if token != ABSENT],
                 kept,
-                drafted=sum(map(bool, depth)),
-                logprobs=told.get(generation.request.id, ()),
+                drafted=sum(map(bool, node_depths)),
+                logprobs=logprobs_by_id.get(generation.request.id, ()),
             )
-            # Deeper in the draft a processor may have forbidden every token, after a guess that does not become text.
-            if new and any(token == INVALID and parent < 0 for token, parent in zip(guessed, parents, strict=True)):
+            # Deeper nodes may be invalid: a processor may have forbidden every token after a rejected guess.
+            if new and any(token == INVALID and parent < 0 for token, parent in zip(guesses, parents, strict=True)):
                 generation.fail(ValueError(NOT_NUMBERS.format(model="draft model")))
             tokens.append(new)
             accepted.append(min(kept, len(new)))
-            drafted.append(max(depth, default=0))
-            nodes.append(sum(map(bool, depth)))
+            drafted.append(max(node_depths, default=0))
+            nodes.append(sum(map(bool, node_depths)))
             paths.append(path[: accepted[-1]])
         return RoundOutput(
             requests=[generation.request.id for generation in self.generations],
@@ -366,15 +359,15 @@ class Batch:
         )
 
 
-def _unread(tokens: Sequence[int], begun: tuple[KeptRow, int] | None) -> int:
-    return max(len(tokens) - 1 - (0 if begun is None else begun[1]), 0)
+def _unread(tokens: Sequence[int], prefix: tuple[KeptRow, int] | None) -> int:
+    return max(len(tokens) - 1 - (0 if prefix is None else prefix[1]), 0)
 
 
 def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[RoundOutput]:
     """Decodes requests together, from the first round to the last.
 
     Raises:
-        ValueError: see `Batch.join`, or the logits of a model are not numbers where a token was to be chosen.
+        ValueError: see `Batch.join`, or a model's logits are not numbers.
     """
     try:
         batch.join(generations)
@@ -393,30 +386,30 @@ def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[RoundOutput
 
 
 def depths_of_row(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """How deep each node of a row's draft is, from 1 on; 0 for one that is absent, and for what follows it.
+    """Depth of each node of a row's draft, counted from 1; 0 for an absent node and its descendants.
 
     >>> depths_of_row([7, -1, 8, 9], [-1, 0, 1, 0])
     [1, 0, 0, 2]
     """
-    deep: list[int] = []
+    node_depths: list[int] = []
     for token, parent in zip(tokens, parents, strict=True):
-        is_there = token >= 0 and (parent < 0 or deep[parent] > 0)
-        deep.append((deep[parent] if parent >= 0 else 0) + 1 if is_there else 0)
-    return deep
+        is_present = token >= 0 and (parent < 0 or node_depths[parent] > 0)
+        node_depths.append((node_depths[parent] if parent >= 0 else 0) + 1 if is_present else 0)
+    return node_depths
 
 
 def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two texts have in common, from the first.
+    """Length of the common prefix.
 
     >>> shared_length([1, 2, 3], [1, 2, 4, 5])
     2
     """
     pairs = zip(first, second, strict=False)
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
+    return next((index for index, (left, right) in enumerate(pairs) if left != right), min(len(first), len(second)))
 
 
 def should_compact(finished: int, rows: int) -> bool:
-    """Whether enough rows have ended to make moving others into their places worth its time.
+    """Whether enough rows have finished for compaction to pay.
 
     >>> should_compact(3, 16), should_compact(4, 16), should_compact(0, 2)
     (False, True, False)
@@ -425,12 +418,12 @@ def should_compact(finished: int, rows: int) -> bool:
 
 
 def rows_without(holes: Collection[int], rows: int) -> list[int]:
-    """Which row comes where when some leave: the last ones fill the holes, and all others stay where they are.
+    """Row order of a compaction: the last rows fill the holes, and all others stay.
 
     >>> rows_without([1, 4], 5)
     [0, 3, 2]
     """
-    gone = set(holes)
-    staying = [row for row in range(rows) if row not in gone]
+    leaving = set(holes)
+    staying = [row for row in range(rows) if row not in leaving]
     last = staying[::-1]
-    return [row if row not in gone else last.pop(0) for row in range(len(staying))]
+    return [row if row not in leaving else last.pop(0) for row in range(len(staying))]

@@ -1,4 +1,4 @@
-"""One request's answer as it grows: its tokens, its text, and where they end."""
+"""The growing answer of a request: tokens, text, stop strings and end."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ NOT_NUMBERS = (
     "float32), or a processor forbids every token"
 )
 _FIRST_MARK = 0xD800
-"""The first of 2048 characters that no text contains (half a pair in UTF-16)."""
+"""The first of 2048 characters that no text contains (UTF-16 surrogates)."""
 
 
 class Generation:
-    """One request's answer as it grows: its tokens, its text, and where it ends.
+    """The growing answer of a request: its tokens, its text, and its end.
 
-    An answer ends at an end-of-sequence token, at a stop string or at its limit, whichever comes first, also inside an
-    accepted run. What comes after the end is cut: neither emitted nor counted.
+    An answer ends at an end-of-sequence token, at a stop string or at its length limit, whichever comes first, also
+    inside an accepted run. Tokens after the end are cut: neither emitted nor counted.
 
     Args:
-        request: what is asked.
-        text: its text, with no token yet, which a stop string ends; the token that completes one is emitted, the text
-            ends before it. None for an answer whose text is not needed while it grows.
+        request: to be answered.
+        text: an empty text, ended by its stop strings: the token that completes one is emitted, the text ends before
+            it. None for an answer whose text is not needed while it grows.
     """
 
     def __init__(self, request: Request, text: AnswerText | None = None) -> None:
@@ -37,32 +37,32 @@ class Generation:
         self.tokens: list[int] = []
         """The new tokens."""
         self.accepted: list[int] = []
-        """For each round, how many of its tokens were drafted."""
+        """By round, the accepted tokens."""
         self.drafted: list[int] = []
-        """For each round, how many tokens were drafted, side branches included."""
+        """By round, the drafted tokens, side branches included."""
         self.logprobs: list[TokenLogprobs] = []
-        """Of the tokens, for a request that asks for them."""
+        """Of the tokens, for a request with `logprobs`."""
         self.round_ends: list[int] = []
-        """For each round, how many tokens there were after it."""
+        """By round, the length of `tokens` after it."""
         self.asked_s = time.perf_counter()
-        """When the request came."""
+        """Arrival time of the request."""
         self.delivered_s: list[float] = []
-        """For each round, how long after the request its tokens were there."""
+        """By round, seconds from the arrival of the request to the delivery of its tokens."""
         self.stats: list[Stats] = []
-        """Counts and times, of each batch that it was in and has left."""
+        """Counts and times, of each batch that the request has left."""
         self.told_rounds = 0
-        """How many rounds its reader, who may be another thread, knows of: never half of one."""
+        """Rounds published to the reader, which may be another thread; always whole rounds."""
         self.is_told = False
-        """Whether its reader knows that the answer has ended."""
+        """Whether the end is published to the reader."""
         self.pieces: list[str] = []
-        """The text that each token adds, with `text`; what is held back at the end comes with the last one."""
+        """The text that each token adds, with `text`; text held back until the end comes with the last token."""
         self.finish_reason: str | None = None
         """"eos", "stop" or "length"; "error" with `error`; None while the answer grows."""
         self.error: Exception | None = None
         self.is_watched = False
-        """Whether somebody waits for its tokens round by round, and not for the whole answer."""
+        """Whether the answer is streamed round by round."""
         self.is_cancelled = False
-        """Set it to let the request leave the batch before its next round."""
+        """Set to true to remove the request from the batch before its next round."""
         self._text = text
 
     @property
@@ -77,42 +77,42 @@ class Generation:
 
     @property
     def so_far(self) -> Request:
-        """The request for the rest of the answer: with the match rule, its tokens are those that are still missing."""
+        """The request for the rest of the answer; with the match rule the resumed answer has the same tokens."""
         if not self.tokens:
             return self.request
         answered = self.request.answered + len(self.tokens)
         return replace(self.request, tokens=self.request.tokens + self.tokens, answered=answered)
 
     def fail(self, error: Exception) -> None:
-        """Ends the answer without a result."""
+        """Ends the answer with an error."""
         self.error, self.finish_reason = error, "error"
 
     @property
     def draftable(self) -> int:
-        """Most tokens that are worth drafting: the target's own follows them."""
+        """Most tokens to draft: one less than `room`, because the target adds a token after them."""
         room = max(self.room - 1, 0)
         return room if self.request.k is None else min(room, self.request.k)
 
     def emit(
         self, committed: list[int], accepted: int, drafted: int = 0, logprobs: Sequence[TokenLogprobs] = ()
     ) -> list[int]:
-        """Takes in the tokens of a round.
+        """Appends the tokens of a round.
 
         Args:
             committed: the accepted tokens, then the target's own; `INVALID` where none could be chosen.
-            accepted: how many of them were drafted.
-            drafted: how many tokens were drafted for the round.
-            logprobs: of `committed`, for a request that asks for them.
+            accepted: number of accepted tokens.
+            drafted: number of tokens drafted for the round.
+            logprobs: of `committed`, for a request with `logprobs`.
 
         Returns:
-            Those that belong to the answer; none if it had ended before, or if it fails.
+            The tokens that belong to the answer; none if it had ended before, or if it fails.
         """
         if self.is_finished:
             return []
         new, reason = committed[: self.room], None
         is_valid = INVALID not in new
         new = new if is_valid else new[: new.index(INVALID)]
-        end = next((place + 1 for place, token in enumerate(new) if token in self.request.eos_ids), None)
+        end = next((index + 1 for index, token in enumerate(new) if token in self.request.eos_ids), None)
         if end is not None:
             new, reason = new[:end], "eos"
         pieces: list[str] = []
@@ -131,7 +131,7 @@ class Generation:
         self.drafted.append(drafted)
         self.logprobs += logprobs[: len(new)]
         self.round_ends.append(len(self.tokens))
-        # The tokens are on the host, so a GPU has been waited for.
+        # The tokens are on the host, so the GPU's work is done.
         self.delivered_s.append(time.perf_counter() - self.asked_s)
         if reason is None and len(self.tokens) == self.request.max_new_tokens:
             reason = "length"
@@ -144,36 +144,36 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class StopStrings:
-    """The texts that end an answer, as they are searched for.
+    """Stop strings in the form in which they are searched for.
 
-    A special token has no text in an answer. Where a stop string names one, the token is written into the text that is
-    searched as one character that no text contains, and so it is in the stop string.
+    A special token has no text in an answer. If a stop string names one, then in the searched text and in the pattern
+    the token is replaced by a character that no text contains.
 
     Args:
-        patterns: what to search for.
-        marks: for each special token that a stop string names the character that stands for it.
+        patterns: to search for.
+        marks: special token id to the character that replaces it.
     """
 
     patterns: tuple[str, ...] = ()
     marks: Mapping[int, str]
 
     def shown(self, text: str) -> str:
-        """A part of the text that is searched as a reader sees it: without special tokens."""
+        """Removes the marks of special tokens from a part of the searched text."""
         return text.translate({ord(mark): None for mark in self.marks.values()})
 
 
 def stop_strings(stop: str | Sequence[str] | None, special: Mapping[str, int]) -> StopStrings:
-    """Reads the stop strings of a request.
+    """Checks and compiles the stop strings of a request.
 
     Args:
         stop: one string, or several; None for none.
-        special: the tokenizer's special tokens by their texts.
+        special: special token texts of the tokenizer, with their ids.
 
     Raises:
-        ValueError: it is something else, or a stop string is empty or holds half a character.
+        ValueError: `stop` has another type, or a stop string is empty or contains half a character.
 
-    >>> found = stop_strings(["END", "\\n<|im_end|>"], {"<|im_end|>": 7, "<|im_start|>": 6})
-    >>> found.patterns, found.marks
+    >>> stops = stop_strings(["END", "\\n<|im_end|>"], {"<|im_end|>": 7, "<|im_start|>": 6})
+    >>> stops.patterns, stops.marks
     (('END', '\\n<|im_end|>', '\\n\\ud800'), {7: '\\ud800'})
     """
     stop = () if stop is None else stop
@@ -191,64 +191,64 @@ def stop_strings(stop: str | Sequence[str] | None, special: Mapping[str, int]) -
             )
     # Longer names first, because one may contain another.
     named = sorted((text for text in special if any(text in string for string in strings)), key=len, reverse=True)
-    marks = {text: chr(_FIRST_MARK + number) for number, text in enumerate(named)}
+    marks = {text: chr(_FIRST_MARK + index) for index, text in enumerate(named)}
     marked = list(strings)
     for text, mark in marks.items():
         marked = [string.replace(text, mark) for string in marked]
-    # The model may also spell the name of a special token in other tokens.
+    # The model may also spell the text of a special token with ordinary tokens.
     patterns = tuple(dict.fromkeys([*strings, *marked]))
     return StopStrings(patterns=patterns, marks={special[text]: mark for text, mark in marks.items()})
 
 
 class AnswerText:
-    """The text of an answer as it grows, up to the first stop string.
+    """The text of a growing answer, up to the first stop string.
 
-    It depends on the sequence of tokens alone, so a stream and a result, with any drafter, have the same text. A stop
+    It depends on the sequence of tokens alone, so a stream and a result have the same text with any drafter. A stop
     string ends the answer as soon as the text, if it ended there, would contain it.
 
     Args:
-        text: of the tokens, with none yet.
-        stop: what ends it.
+        text: an empty text.
+        stop: strings that end it.
     """
 
     def __init__(self, text: GrowingText, stop: StopStrings) -> None:
         self.has_stop = False
-        """Whether a stop string is complete; nothing may be added then."""
+        """Whether a stop string is complete; no token may be added then."""
         self._text = text
         self._stop = stop
         self._held = ""
 
     def add(self, token: int) -> str:
-        """Takes in one more token; the text that is new, and that no later token takes back."""
+        """Adds a token; returns the new text that no later token can change."""
         assert not self.has_stop
         mark = self._stop.marks.get(token)
         self._held += self._text.add(token) if mark is None else self._text.end() + mark
         if self._stop.patterns:
             whole = self._held + self._text.rest
-            place = find_stop(whole, self._stop.patterns)
-            self.has_stop = place is not None
+            index = find_stop(whole, self._stop.patterns)
+            self.has_stop = index is not None
             if self.has_stop:
-                return self._stop.shown(whole[:place])
+                return self._stop.shown(whole[:index])
         new = settled(self._held, self._stop.patterns)
         self._held = self._held[len(new) :]
         return self._stop.shown(new)
 
     def end(self) -> str:
-        """The text that is still missing when the answer has ended; half a character is left out."""
+        """The text held back so far, when the answer has ended; half a character is dropped."""
         return "" if self.has_stop else self._stop.shown(self._held + self._text.rest)
 
 
 def find_stop(text: str, strings: tuple[str, ...]) -> int | None:
-    """Where the first stop string begins in a text.
+    """Index at which the first stop string begins.
 
     >>> find_stop("a = 1\\n\\ndef f", ("def", "\\n\\n")), find_stop("a", ("b",))
     (5, None)
     """
-    return min((place for string in strings if (place := text.find(string)) >= 0), default=None)
+    return min((index for string in strings if (index := text.find(string)) >= 0), default=None)
 
 
 def settled(text: str, strings: tuple[str, ...]) -> str:
-    """A text without what may be the beginning of a stop string.
+    """The text without a suffix that may be the beginning of a stop string.
 
     >>> settled("x = 1\\n", ("\\n\\ndef",)), settled("a.b", ("c",))
     ('x = 1', 'a.b')

@@ -1,4 +1,4 @@
-"""How likely the target finds the tokens of an answer: before any setting of a request changes its logits."""
+"""Logprobs of the answer's tokens, from the target's logits before any sampling parameter changes them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
-    """A token of an answer, and those that the target finds likeliest in its place.
+    """The logprob of a token of an answer, and the likeliest tokens at its position.
 
-    Probabilities are over the ids that may be sampled; their logarithms are natural ones.
+    Natural logarithms of probabilities over the ids that may be sampled.
 
     Args:
-        token: its id.
-        logprob: the logarithm of its probability.
-        likeliest: ids and the logarithms of their probabilities, the likeliest first.
+        token: id.
+        logprob: of `token`.
+        likeliest: ids and logprobs, the likeliest first.
     """
 
     token: int
@@ -27,15 +27,10 @@ class TokenLogprobs:
 
 
 def logprobs_of(logits_MV: Tensor, tokens: Sequence[int], most: int) -> list[TokenLogprobs]:
-    """How likely some tokens are, each with the likeliest in its place.
+    """Logprobs of M tokens, each with the `most` likeliest at its position.
 
-    Args:
-        logits_MV: `[M, V]` from which each is chosen.
-        tokens: M ids.
-        most: how many of the likeliest to tell.
-
-    >>> found = logprobs_of(torch.tensor([[0.0, 3.0, 1.0]]).softmax(1).log(), [2], 1)
-    >>> [(each.token, round(each.logprob, 3), each.likeliest[0][0]) for each in found]
+    >>> logprobs = logprobs_of(torch.tensor([[0.0, 3.0, 1.0]]).softmax(1).log(), [2], 1)
+    >>> [(each.token, round(each.logprob, 3), each.likeliest[0][0]) for each in logprobs]
     [(2, -2.17, 1)]
     """
     logits = logits_MV if logits_MV.dtype == torch.float64 else logits_MV.float()

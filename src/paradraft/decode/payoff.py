@@ -1,8 +1,8 @@
-"""Whether drafting pays in this run: the time of rounds beside that of plain rounds, which draft nothing.
+"""Speedup of drafting, measured in the running engine against plain rounds, which draft nothing.
 
-A plain round yields one token a row. So rounds that gave a row 1.5 tokens each took the place of 1.5 plain rounds, and
-drafting pays where they took less time than those. How long plain rounds take is measured in the same run: where the
-length policy runs none, `Compared` has a few of the rounds draft nothing. With the match rule this changes no token.
+A plain round yields one token per row. So rounds that gave a row 1.5 tokens each replaced 1.5 plain rounds, and
+drafting pays if they took less time than those. Plain rounds are timed in the same run: if the length policy runs none,
+`Compared` inserts a few. With the match rule this changes no token.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from paradraft.tree import Tree
 
 @dataclass(kw_only=True)
 class Times:
-    """A number of times, their sum and that of their squares."""
+    """Sums over measured times, for mean and standard error."""
 
-    number: float = 0.0
+    count: float = 0.0
     total_s: float = 0.0
     squares: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Takes in one."""
-        self.number += 1.0
+        """Adds a measurement."""
+        self.count += 1.0
         self.total_s += seconds
         self.squares += seconds * seconds
 
     def halve(self) -> None:
-        """Lets what is known count half, and keeps the mean."""
-        self.number, self.total_s, self.squares = self.number / 2, self.total_s / 2, self.squares / 2
+        """Halves the weight of all measurements; the mean stays."""
+        self.count, self.total_s, self.squares = self.count / 2, self.total_s / 2, self.squares / 2
 
     @property
     def mean_s(self) -> float:
-        """Of at least one time."""
-        return self.total_s / self.number
+        """The mean of at least one time."""
+        return self.total_s / self.count
 
     @property
     def spread(self) -> float:
-        """The standard deviation as a share of the mean, of at least two times."""
-        variance = max(self.squares - self.total_s * self.mean_s, 0.0) / (self.number - 1.0)
+        """Relative standard deviation of at least two times."""
+        variance = max(self.squares - self.total_s * self.mean_s, 0.0) / (self.count - 1.0)
         return math.sqrt(variance) / max(self.mean_s, 1e-9)
 
     def error_s(self, least: float = 0.0) -> float:
-        """The standard error of the mean, of at least two times, whose spread is at least this."""
-        return max(self.spread, least) * self.mean_s / math.sqrt(self.number)
+        """Standard error of the mean of at least two times; `least` is a lower bound of their spread."""
+        return max(self.spread, least) * self.mean_s / math.sqrt(self.count)
 
 
 @dataclass(kw_only=True)
@@ -60,14 +60,14 @@ class Rounds:
     Args:
         plain: times of plain rounds.
         taken: times of the rounds that the length policy decided, plain ones among them.
-        passes: of these without the drafter's part.
-        worth: how many plain rounds would have given as many tokens as they did.
+        passes: `taken` without the drafter's time.
+        worth: number of plain rounds that give as many tokens as `taken`.
     """
 
     LEAST_PLAIN = 4
-    """Plain rounds whose mean counts."""
+    """Fewest plain rounds whose mean is used."""
     LAST = 2048
-    """Rounds that count in full: when there are more, all count half."""
+    """When there are more rounds, the weight of all is halved."""
 
     plain: Times = field(default_factory=Times)
     taken: Times = field(default_factory=Times)
@@ -76,27 +76,27 @@ class Rounds:
 
     @property
     def is_plain_known(self) -> bool:
-        """Whether enough plain rounds were timed."""
-        return self.plain.number >= self.LEAST_PLAIN
+        """Whether `LEAST_PLAIN` plain rounds were timed."""
+        return self.plain.count >= self.LEAST_PLAIN
 
     @property
     def reference(self) -> Times:
-        """Times of plain rounds; where too few are known, of the target's part of rounds with drafts, which is more."""
+        """Times of plain rounds; if there are too few, those of `passes`, which are longer."""
         return self.plain if self.is_plain_known else self.passes
 
     def add(self, seconds: float, pass_s: float, worth: float) -> None:
-        """Takes in a round that the length policy decided."""
+        """Adds a round that the length policy decided."""
         self.taken.add(seconds)
         self.passes.add(pass_s)
         self.worth += worth
-        if self.taken.number > self.LAST:
+        if self.taken.count > self.LAST:
             for times in (self.plain, self.taken, self.passes):
                 times.halve()
             self.worth /= 2
 
 
 class Payoff:
-    """What drafting has gained or lost since the engine was made.
+    """Speedup of drafting since the engine was created.
 
     >>> payoff = Payoff()
     >>> for _ in range(40):
@@ -107,39 +107,39 @@ class Payoff:
     """
 
     LEAST_ROUNDS = 24
-    """Rounds with a draft before anything is said of the speed."""
+    """Rounds with a draft before the speed is judged."""
     MARGIN = 1.05
-    """How many times as long as plain rounds drafting must have taken, errors taken off, to be called slower."""
+    """Smallest slowdown against plain rounds that is reported, after subtracting errors."""
     ERRORS = 2.5
-    """Standard errors that are taken off on either side: about one false alarm in 10,000 comparisons."""
+    """Standard errors subtracted on either side: about one false alarm in 10,000 comparisons."""
     FEW_TOKENS = 1.05
-    """Tokens a round at which a drafter is called useless, …"""
+    """A drafter with fewer tokens per round is called useless …"""
     MANY_ROUNDS = 200
-    """… and in how many rounds with a draft."""
+    """… after this many rounds with a draft."""
 
     def __init__(self) -> None:
         self.of_size: dict[int, Rounds] = defaultdict(Rounds)
-        """By the number of rows of the batch."""
+        """By number of rows of the batch."""
         self._drafted_rounds = 0
         self.rounds = 0
-        """Rounds with a draft, each row's by itself."""
+        """Rounds with a draft, summed over rows."""
         self.tokens = 0
-        """What they gave."""
+        """Tokens of these rounds."""
 
     def add_plain(self, rows: int, seconds: float) -> None:
-        """Takes in a plain round of a batch, whose round before was plain too."""
+        """Adds a plain round; the round before it must have been plain too."""
         self.of_size[rows].plain.add(seconds)
 
     def add(self, rows: int, *, seconds: float, pass_s: float, worth: float, drafting: int, tokens: int) -> None:
-        """Takes in a round that the length policy decided.
+        """Adds a round that the length policy decided.
 
         Args:
             rows: of the batch.
-            seconds: that it took.
-            pass_s: those of them that were not the drafter's.
-            worth: how many plain rounds give as many tokens.
-            drafting: how many rows had a draft.
-            tokens: what these rows got.
+            seconds: of the round.
+            pass_s: `seconds` without the drafter's.
+            worth: number of plain rounds that give as many tokens.
+            drafting: number of rows with a draft.
+            tokens: of these rows.
         """
         self.of_size[rows].add(seconds, pass_s, worth)
         self._drafted_rounds += drafting > 0
@@ -148,48 +148,43 @@ class Payoff:
 
     @property
     def speedup(self) -> float | None:
-        """Tokens per second, as a multiple of those of plain rounds; None where too few rounds of either kind ran."""
-        known = [one for one in list(self.of_size.values()) if one.is_plain_known and one.taken.number]
+        """Tokens per second relative to plain rounds; None if too few rounds of either kind ran."""
+        known = [each for each in list(self.of_size.values()) if each.is_plain_known and each.taken.count]
         if not known or self._drafted_rounds < self.LEAST_ROUNDS:
             return None
-        return sum(one.worth * one.plain.mean_s for one in known) / sum(one.taken.total_s for one in known)
+        return sum(each.worth * each.plain.mean_s for each in known) / sum(each.taken.total_s for each in known)
 
     def advice(self, instead: Sequence[str]) -> str | None:
-        """What to tell a user whom drafting has served badly; None where it has not, or too little is known.
-
-        Args:
-            instead: what to try.
-        """
+        """`advice` on what to try `instead`; None if drafting pays, or if too little is known."""
         slower, is_least = self._slower() or (None, False)
         return advice(slower, instead, is_least=is_least, rounds=self.rounds, tokens=self.tokens)
 
     def _slower(self) -> tuple[float, bool] | None:
-        """How many times as long as plain rounds it took, if it is certain that it took longer; and whether that is the
-        least that it may be."""
-        known = [one for one in list(self.of_size.values()) if one.taken.number >= 2]
+        """The slowdown against plain rounds if it is certain, and whether it is only a lower bound."""
+        known = [each for each in list(self.of_size.values()) if each.taken.count >= 2]
         if self._drafted_rounds < self.LEAST_ROUNDS or not known:
             return None
-        taken_s = sum(one.taken.total_s for one in known)
-        plain_s = sum(one.worth * one.reference.mean_s for one in known)
-        taken_error_s = math.hypot(*(one.taken.number * one.taken.error_s() for one in known))
-        # A few plain rounds may all lie between the disturbances that more of the others show.
-        plain_error_s = math.hypot(*(one.worth * one.reference.error_s(one.passes.spread) for one in known))
+        taken_s = sum(each.taken.total_s for each in known)
+        plain_s = sum(each.worth * each.reference.mean_s for each in known)
+        taken_error_s = math.hypot(*(each.taken.count * each.taken.error_s() for each in known))
+        # A few plain rounds may all miss the disturbances that the more numerous other rounds show.
+        plain_error_s = math.hypot(*(each.worth * each.reference.error_s(each.passes.spread) for each in known))
         if taken_s - self.ERRORS * taken_error_s < self.MARGIN * (plain_s + self.ERRORS * plain_error_s):
             return None
-        return taken_s / plain_s, not all(one.is_plain_known for one in known)
+        return taken_s / plain_s, not all(each.is_plain_known for each in known)
 
 
 def advice(
     slower: float | None, instead: Sequence[str], *, is_least: bool = False, rounds: int, tokens: float
 ) -> str | None:
-    """One sentence for a user whom drafting has served badly; None for others.
+    """One sentence for a user whose drafter does not pay; None for others.
 
     Args:
-        slower: how many times as slow as plain rounds drafting was, where that is certain and above 1.
-        instead: what to try.
-        is_least: whether `slower` is the least that it may be.
+        slower: slowdown against plain rounds, if it is certain and above 1.
+        instead: options to try.
+        is_least: whether `slower` is only a lower bound.
         rounds: with a draft.
-        tokens: that these gave.
+        tokens: of these rounds.
 
     >>> advice(6.04, ("--lengths expected", "--drafter none"), rounds=90, tokens=120)
     'drafting made this 6.0 x slower here: try --lengths expected, or --drafter none'
@@ -200,11 +195,11 @@ def advice(
     if slower is None and not is_useless:
         return None
     gave = f"{rounds} rounds with a draft gave {tokens / max(rounds, 1):.2f} tokens each"
-    found = "" if slower is None else f"drafting made this {'at least ' * is_least}{slower:.1f} x slower here"
+    sentence = "" if slower is None else f"drafting made this {'at least ' * is_least}{slower:.1f} x slower here"
     if is_useless:
-        found = f"{found}, {gave}" if found else gave
+        sentence = f"{sentence}, {gave}" if sentence else gave
         instead = ("another drafter", instead[-1])
-    return f"{found}: try {', or '.join(instead)}"
+    return f"{sentence}: try {', or '.join(instead)}"
 
 
 class Compared:
@@ -212,15 +207,15 @@ class Compared:
 
     Args:
         policy: decides the lengths.
-        tries_plain: now and then have a few rounds draft nothing, where the policy runs no plain rounds by itself.
+        tries_plain: insert a few plain rounds now and then, unless the policy runs plain rounds itself.
     """
 
     EVERY = 24
-    """Rounds with a draft before plain rounds are tried; each time half as many more, …"""
+    """Rounds with a draft before the first trial of plain rounds; the interval grows by half each time, …"""
     MOST = 128
-    """… up to these."""
+    """… up to this."""
     TRIED = 3
-    """Plain rounds of a try. Two are timed: after drafts the first one takes longer."""
+    """Plain rounds of a trial. Two are timed: after drafts the first one takes longer."""
 
     def __init__(self, policy: LengthPolicy, *, tries_plain: bool) -> None:
         self.policy = policy
@@ -242,7 +237,7 @@ class Compared:
         self.policy.join(requests)
 
     def next(self) -> list[int]:
-        """See `LengthPolicy`; none in a try."""
+        """See `LengthPolicy`; 0 in a trial."""
         wanted = self.policy.next()
         self._asked = [0] * len(wanted) if self._left else wanted
         return self._asked

@@ -1,8 +1,7 @@
-"""How much of prompts is read between two rounds, so that nobody waits long for the next tokens of an answer.
+"""Prefill chunk size, chosen to bound the delay of running requests.
 
-A prompt that joins is read before the next round, and all answers stand still meanwhile. So where somebody watches them
-grow, long prompts are read in pieces. A piece takes about as long as a round: tokens come at most about twice as slowly
-while the prompts of others are read.
+A prefill delays the next round of all running requests. So if one of them is streamed, long prompts are prefilled in
+chunks. A chunk takes about as long as a round: chunked prefill slows the other requests down at most about twice.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections import deque
 
 
 class ReadingPace:
-    """Says how many tokens may be read, from how long rounds and readings took.
+    """Chooses the prefill chunk size from the times of rounds and prefills.
 
     >>> pace = ReadingPace()
     >>> pace.most
@@ -27,27 +26,28 @@ class ReadingPace:
     LEAST = 16
     """Fewer tokens take hardly less time."""
     FIRST = 64
-    """Tokens as long as no time is known."""
+    """Tokens while no time is known."""
     ROUNDS = 256
-    """Rounds that count: also of a fuller batch, a while ago."""
+    """Rounds remembered: enough to include those of a fuller batch, a while ago."""
     READINGS = 16
+    """Prefills remembered."""
 
     def __init__(self) -> None:
         self._rounds_s = deque[float](maxlen=self.ROUNDS)
         self._tokens_s = deque[float](maxlen=self.READINGS)
 
     def decode(self, seconds: float) -> None:
-        """Takes in how long a round took."""
+        """Records the time of a round."""
         self._rounds_s.append(seconds)
 
     def read(self, tokens: int, seconds: float) -> None:
-        """Takes in how long reading took."""
+        """Records the time of a prefill."""
         if tokens:
             self._tokens_s.append(seconds / tokens)
 
     @property
     def most(self) -> int:
-        """Tokens that take about as long as a round."""
+        """Chunk size: tokens whose prefill takes about as long as a round."""
         if not self._rounds_s or not self._tokens_s:
             return self.FIRST
         return max(int(statistics.median(self._rounds_s) / max(statistics.median(self._tokens_s), 1e-9)), self.LEAST)

@@ -1,10 +1,10 @@
-"""Speculative decoding, one round after the other: propose, forward, verify, commit.
+"""Speculative decoding, one round at a time: propose, forward, verify, commit.
 
 This is the file to read first. In every round the drafter guesses a few tokens, the target reads the last committed
-token and all guesses in one pass, `verify` keeps the guesses that the target would have produced itself and adds one
-token of the target's, and both sides go back to the committed text. With an empty draft a round is plain decoding.
+token and all guesses in one pass, `verify` accepts the guesses that the target would have produced itself and adds one
+token of the target's, and both models drop the rejected ones. With an empty draft a round is plain decoding.
 
-Before a round requests may join the batch, and after it those that have ended leave it (`batch.py`).
+Requests join the batch before a round, and leave it after one (`batch.py`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 def decode_round(batch: Batch) -> RoundOutput:
     """Runs one round: every row of the batch gets at least one token.
 
-    Args:
-        batch: its target and its drafter have the same committed tokens before the round and after it.
-
-    Returns:
-        The new tokens of each request, cut where its answer ends.
+    Target and drafter have the same committed tokens before the round and after it.
     """
     draft = batch.trim(batch.drafter.propose(batch.draft_lengths()))
     batch.clock.lap("draft")

@@ -1,8 +1,8 @@
 """Counts and times of one decoded batch.
 
 Acceptance length is emitted tokens per target pass: the target's own token of each round counts, tokens cut at a stop
-do not. Prefill and the drafter's first pass are part of the times. On a GPU, times are taken from events in its work,
-so that it is not waited for.
+do not. Prefill and the drafter's first pass are part of the times. On a GPU, times are taken from CUDA events, so that
+timing does not synchronize.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from paradraft.core import RoundOutput
 
 
 class Marks(Protocol):
-    """Sets marks, and says how much time lies between two."""
+    """Time marks on a host or a GPU."""
 
     def mark(self) -> Any:
-        """A mark after everything that has been asked for so far."""
+        """A mark after all work submitted so far."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """The time from one mark to a later one; waits until the later one is reached."""
+        """The time between two marks; waits until the later one is reached."""
 
 
 class HostMarks:
-    """On the host, which is where a CPU works."""
+    """Time marks of the host clock."""
 
     def mark(self) -> float:
         """Now."""
@@ -42,17 +42,13 @@ class HostMarks:
 
 
 class GpuMarks:
-    """In the work of a GPU: a mark is reached when it has done all that was asked for before.
-
-    Args:
-        device: which GPU.
-    """
+    """Time marks as CUDA events: a mark is reached when the GPU has done all earlier work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def mark(self) -> torch.cuda.Event:
-        """A mark after all that this GPU was asked for."""
+        """A mark after all work submitted to this GPU."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -64,13 +60,13 @@ class GpuMarks:
 
 
 def marks_on(device: torch.device) -> Marks:
-    """The marks for what a device does."""
+    """Time marks for a device."""
     return GpuMarks(device) if device.type == "cuda" else HostMarks()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What happened while decoding; times in seconds.
+    """Counts and times of decoding; times in seconds.
 
     Args:
         tokens: emitted tokens.
@@ -78,8 +74,8 @@ class Stats:
         nodes: drafted tokens, side branches included.
         drafted: by position in the draft, rounds whose draft was that deep.
         accepted: by position in the draft, accepted tokens that were emitted.
-        prefill_s: reading the prompt (target).
-        draft_s: everything the drafter did before the target's pass, its own prefill included.
+        prefill_s: the target's prefill.
+        draft_s: all work of the drafter before the target's pass, its prefill included.
         verify_s: target passes and verification.
         other_s: the rest.
     """
@@ -106,12 +102,12 @@ class Stats:
 
     @property
     def acceptance_per_position(self) -> tuple[float, ...]:
-        """For each position of the draft, the share of rounds with a draft that deep in which it was accepted."""
+        """By position, the acceptance rate over the rounds whose draft was that deep."""
         return tuple(kept / made for kept, made in zip(self.accepted, self.drafted, strict=True) if made)
 
 
 def added(parts: Sequence[Stats]) -> Stats:
-    """The sum of what happened in several batches, one after the other."""
+    """The sum over several batches."""
 
     def by_position(rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         return tuple(map(sum, zip_longest(*rows, fillvalue=0)))
@@ -131,7 +127,7 @@ def added(parts: Sequence[Stats]) -> Stats:
 
 @dataclass
 class _Counts:
-    """What one request has got so far; of drafted and accepted tokens, how many rounds had so many."""
+    """Counts of one request; `drafted` and `accepted` are histograms of rounds by number of tokens."""
 
     tokens: int = 0
     rounds: int = 0
@@ -150,18 +146,15 @@ class _Counts:
 class Clock:
     """Takes the times and counts the tokens of one batch.
 
-    Each `lap` books the time since the one before under a name: "prefill", "draft", "verify" or
-    "other". What a reader of the stream does between two rounds is skipped.
+    Each `lap` books the time since the previous one under a name: "prefill", "draft", "verify" or "other". The time
+    that the reader of a stream takes between two rounds is skipped.
 
-    A GPU is not waited for after "draft" and "other", so that the target's pass is on its way while the
-    drafter's still runs: their times are known when the next lap is over that waits.
-
-    Args:
-        marks: where the time is taken.
+    There is no GPU synchronization after "draft" and "other", so that the target's pass is queued while the drafter's
+    still runs: their times are known after the next lap that synchronizes.
     """
 
     WAITING = ("prefill", "verify")
-    """Laps at whose end nothing is left to do: the host has read the last result."""
+    """Laps at whose end the GPU is idle: the host has read the last result."""
 
     def __init__(self, marks: Marks | None = None) -> None:
         self._marks = marks or HostMarks()
@@ -172,11 +165,11 @@ class Clock:
         self._open: list[tuple[str, Any, Any]] = []
         self._last = self._marks.mark()
         self.last_s: dict[str, float] = {}
-        """How long the last lap of each name took, or several one after the other, as far as that is known."""
+        """Known time of the last lap of each name, summed over consecutive laps."""
 
     @classmethod
     def on(cls, device: torch.device) -> Clock:
-        """A clock for what a device does."""
+        """A clock for the work of a device."""
         return cls(marks_on(device))
 
     def lap(self, name: str) -> None:
@@ -188,7 +181,7 @@ class Clock:
 
     def _settle(self) -> None:
         took_s: dict[str, float] = defaultdict(float)
-        for name, start, end in reversed(self._open):  # the last is waited for, and the others are over
+        for name, start, end in reversed(self._open):  # the first `seconds` waits, so the others are over
             took_s[name] += self._marks.seconds(start, end)
         for name, seconds in took_s.items():
             self.last_s[name] = seconds
@@ -196,32 +189,32 @@ class Clock:
         self._open = []
 
     def skip(self) -> None:
-        """Books the time since the last lap nowhere."""
+        """Ignores the time since the last lap."""
         self._last = self._marks.mark()
 
     def join(self, requests: Iterable[int]) -> None:
-        """Notes that requests begin now: the times so far are not theirs."""
+        """Starts the times of requests."""
         self._settle()
         for request in requests:
             self._before.setdefault(request, dict(self._times_s))
 
     def count(self, step: RoundOutput) -> None:
         """Adds one round."""
-        for place, request in enumerate(step.requests):
+        for row, request in enumerate(step.requests):
             counts = self._counts[request]
-            counts.rounds += bool(step.tokens[place])
-            counts.tokens += len(step.tokens[place])
-            counts.nodes += step.nodes[place]
-            counts.drafted[step.drafted[place]] += 1
-            counts.accepted[step.accepted[place]] += 1
+            counts.rounds += bool(step.tokens[row])
+            counts.tokens += len(step.tokens[row])
+            counts.nodes += step.nodes[row]
+            counts.drafted[step.drafted[row]] += 1
+            counts.accepted[step.accepted[row]] += 1
 
     @property
     def stats(self) -> Stats:
-        """What has been taken so far, summed over the requests."""
+        """Counts and times so far, summed over the requests."""
         return self._stats([self._ended, *self._counts.values()], {})
 
     def end(self, request: int) -> Stats:
-        """What `stats_of` says of a request that has ended; the clock keeps its counts in the sum alone."""
+        """`stats_of` a finished request; afterwards the clock keeps its counts only in the sum."""
         stats = self.stats_of(request)
         self._before.pop(request, None)
         self._ended.add(self._counts.pop(request, _Counts()))
@@ -246,10 +239,12 @@ class Clock:
         )
 
 
-def _by_position(numbers: Counter[int], positions: int) -> tuple[int, ...]:
-    """How many rounds reached each position, from how many had so many tokens.
+def _by_position(rounds_by_length: Counter[int], positions: int) -> tuple[int, ...]:
+    """Number of rounds that reached each position, from a histogram of rounds by number of tokens.
 
     >>> _by_position(Counter({0: 5, 2: 1, 3: 4}), 3)
     (5, 5, 4)
     """
-    return tuple(sum(rounds for number, rounds in numbers.items() if number > place) for place in range(positions))
+    return tuple(
+        sum(rounds for length, rounds in rounds_by_length.items() if length > position) for position in range(positions)
+    )

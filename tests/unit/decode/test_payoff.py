@@ -141,7 +141,7 @@ def test_old_rounds_count_less() -> None:
         if number % 60 == 0:
             rounds.plain.add(0.010)
         rounds.add(0.020, 0.020, 1.5)
-    assert rounds.taken.number <= Rounds.LAST and rounds.is_plain_known
+    assert rounds.taken.count <= Rounds.LAST and rounds.is_plain_known
     assert rounds.worth * rounds.plain.mean_s / rounds.taken.total_s == pytest.approx(0.75)
 
 
@@ -170,7 +170,7 @@ def test_tries_change_no_token(kind: type[Batch]) -> None:
     plain = answers(Batch(target, NoDrafts(), lengths=Fixed(0)), asked)
     policy = TriesOften(Fixed(3), tries_plain=True)
     assert answers(kind(target, AutoregressiveDrafter(model(2)), lengths=policy), asked) == plain
-    assert sum(rounds.plain.number for rounds in policy.payoff.of_size.values()) >= 2
+    assert sum(rounds.plain.count for rounds in policy.payoff.of_size.values()) >= 2
 
 
 @pytest.mark.parametrize(("verify", "tries"), [("match", True), ("rejection", False)])
@@ -189,4 +189,4 @@ def test_an_engine_without_tries_drafts_in_every_round() -> None:
     """Guards the library's own engines: every round of a fixed length has a draft."""
     engine = Engine(target_of(model(1)), NgramDrafter(Config()), Speculation(k=2, lengths="fixed"))
     engine.generate([5, 6, 7] * 4, max_new_tokens=60)
-    assert engine.payoff.rounds and not any(one.plain.number for one in engine.payoff.of_size.values())
+    assert engine.payoff.rounds and not any(one.plain.count for one in engine.payoff.of_size.values())

@@ -1,10 +1,9 @@
-"""How many tokens to draft in the next round.
+"""Length policies: the draft length of each round.
 
-A policy is asked before each round how deep the draft may be, may cut the draft that came, and
-learns from what was accepted. It changes the speed, never the text: what it decides depends on
-tokens that are committed, on times, and on the drafter's distributions, never on which tokens were
-drawn for the round it decides about. (Under the rejection rule a draft cut in view of its own
-tokens would bias the text.)
+A policy bounds the depth of a draft before each round, may cut the draft afterwards, and learns from the acceptance. It
+changes the speed, never the text: its decisions depend on committed tokens, on times, and on the drafter's
+distributions, never on the tokens drawn for the round that it decides about. (Under the rejection rule a draft cut
+depending on its own tokens would bias the text.)
 """
 
 from __future__ import annotations
@@ -21,37 +20,38 @@ from paradraft.tree import Tree
 
 
 class LengthPolicy(Protocol):
-    """Chooses the length of the next draft from what earlier rounds accepted."""
+    """Chooses the length of the next draft."""
 
     k: int
     """Most tokens of a path of a draft."""
     wants_confidence: bool
-    """Whether `cut` looks at the drafter's confidence."""
+    """Whether `cut` uses the drafter's confidence."""
     runs_plain: bool
-    """Whether it runs rounds without a draft now and then, to compare."""
+    """Whether it runs plain rounds now and then, to compare."""
 
     def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
-        """Begins with a batch without rows; what was learnt may stay.
+        """Begins with an empty batch; learnt statistics may stay.
 
         Args:
             tree: the shape of the drafts; None for chains.
-            is_ragged: whether the target's pass takes as long as it has tokens; else as long as its longest row has.
+            is_ragged: whether the time of the target's pass depends on its total number of tokens; else on the longest
+                row.
         """
 
     def join(self, requests: Sequence[Request]) -> None:
-        """Takes in new rows, after the others."""
+        """Adds rows after the others."""
 
     def next(self) -> list[int]:
-        """For each row, how many tokens deep to draft in the next round, at most `k`; 0 decodes plainly."""
+        """Largest draft depth of each row in the next round, at most `k`; 0 decodes plainly."""
 
     def cut(self, draft: Draft) -> Draft:
-        """The draft without what is not worth the target's time."""
+        """Removes nodes that are not worth verifying."""
 
     def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
-        """Learns what a round accepted, how long its two passes took, and how long everything else."""
+        """Learns from the acceptance and the times of a round: drafter, target, rest."""
 
     def keep(self, rows: Tensor) -> None:
-        """Forgets all rows but `rows`, `[b]` the index that each had before."""
+        """Drops and reorders rows: `[b]` the old index of each row."""
 
 
 class Fixed:
@@ -65,7 +65,7 @@ class Fixed:
         self._rows = 0
 
     def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
-        """Forgets all rows."""
+        """Drops all rows."""
         self._rows = 0
 
     def join(self, requests: Sequence[Request]) -> None:
@@ -77,11 +77,11 @@ class Fixed:
         return [self.k] * self._rows
 
     def cut(self, draft: Draft) -> Draft:
-        """The draft as it is."""
+        """Returns the draft unchanged."""
         return draft
 
     def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
-        """Nothing to learn."""
+        """Does nothing."""
 
     def keep(self, rows: Tensor) -> None:
         """Counts the rows."""
@@ -89,26 +89,22 @@ class Fixed:
 
 
 class Heuristic(Fixed):
-    """Two more after a draft that was accepted whole, one less after a rejection; for each row by itself.
-
-    Args:
-        k: most tokens.
-    """
+    """Per row, two tokens more after a fully accepted draft, one less after a rejection; at most `k`."""
 
     def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
-        """Forgets all rows."""
+        """Drops all rows."""
         self._wanted: list[int] = []
 
     def join(self, requests: Sequence[Request]) -> None:
-        """Every row begins with half of the most."""
+        """Every row begins with half of `k`."""
         self._wanted += [max(self.k // 2, 1)] * len(requests)
 
     def next(self) -> list[int]:
-        """Every row gets its own length."""
+        """Returns the length of each row."""
         return list(self._wanted)
 
     def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
-        """Grows or shrinks each row's length."""
+        """Updates the length of each row."""
         for row, (accepted, drafted) in enumerate(zip(output.accepted, output.drafted, strict=True)):
             if drafted:
                 change = 2 if accepted == drafted else -1
@@ -120,17 +116,9 @@ class Heuristic(Fixed):
 
 
 class Confidence(Fixed):
-    """Cuts a draft before the first position at which the drafter is not sure of any token.
+    """Cuts a draft before the first position at which the drafter's largest probability is below a threshold in [0, 1].
 
-    Not sure means that its largest probability there is below the threshold. (The probability of the
-    drawn token itself would do for the match rule only.)
-
-    Args:
-        k: most tokens.
-        threshold: in [0, 1].
-
-    Raises:
-        ValueError: `threshold` is out of range.
+    (The probability of the drawn token itself would be valid for the match rule only.)
     """
 
     wants_confidence = True
@@ -142,7 +130,7 @@ class Confidence(Fixed):
         self.threshold = threshold
 
     def cut(self, draft: Draft) -> Draft:
-        """Cuts below the first unsure node of every path; drafters without a confidence are not cut."""
+        """Cuts every path before its first unsure node; does nothing for drafters without confidence."""
         if draft.confidence is None or not draft.tokens.shape[1]:
             return draft
         is_unsure = (draft.confidence < self.threshold)[:, None]
@@ -152,4 +140,4 @@ class Confidence(Fixed):
 POLICIES: dict[str, Callable[[int], LengthPolicy]] = {
     "fixed": Fixed, "heuristic": Heuristic, "confidence": Confidence, "expected": Expected,
 }  # fmt: skip
-"""The policies by name; each is made from K."""
+"""Policies by name; each is constructed from K."""

@@ -1,4 +1,4 @@
-"""The length policy that drafts what pays on this machine: expected tokens over measured time.
+"""Length policy `expected`: maximises expected tokens over measured time.
 
 Why it decides by row and node is in docs/decisions.md, 58.
 """
@@ -21,12 +21,12 @@ from paradraft.tree import Tree
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How many nodes each row drafts, and what that is expected to yield.
+    """Number of nodes that each row drafts, with the expected yield.
 
     Args:
-        nodes: of each row.
-        tokens: of each row, the target's own included.
-        seconds: of the round.
+        nodes: by row.
+        tokens: expected by row, the target's own included.
+        seconds: expected for the round.
     """
 
     nodes: tuple[int, ...]
@@ -35,24 +35,24 @@ class Plan:
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return sum(self.tokens) / self.seconds
 
 
 class Expected:
     """Maximises the expected tokens per second; plain decoding while speculation does not pay.
 
-    The nodes of a draft are ordered, the best first, so a draft of n nodes is the first n. Where node i is accepted in
-    a share a_i of rounds, a round in which row r drafts n_r nodes yields Σ_r (1 + a_1 + … + a_(n_r)) tokens, each row
-    with its own shares. Drafted are the nodes whose share is at least some number, the same for all rows: the one with
-    the most expected tokens a second. Drafting begins where that is `GAIN` times as much as without a draft, and goes
-    on while it is more.
+    The nodes of a draft are ordered, the best first, so a draft of n nodes is the first n. If node i is accepted in a
+    share a_i of rounds, a round in which row r drafts n_r nodes yields Σ_r (1 + a_1 + … + a_(n_r)) tokens, each row
+    with its own shares. Drafted are the nodes whose share reaches a threshold, the same for all rows: the one with the
+    most expected tokens per second. Drafting begins when that is `GAIN` times the rate without a draft, and goes on
+    while it is higher.
 
-    A drafter that begins with a row first reads its text. That is spread over the rounds that the row has left.
+    When drafting begins in a row, the drafter first reads its text; this cost is spread over the row's other rounds.
 
-    Other plans are tried for a round, as often as the time that this loses stays within `EXPLORE` of all time. A try
-    that pays loses nothing, so another follows at once. The first try of an engine may be disturbed or unlucky, so the
-    first three are short and do not wait until their losses are made up for. What was learnt stays for the next batch.
+    Exploration: other plans are tried for a round, as long as the time lost stays within `EXPLORE` of all time. A trial
+    that pays loses nothing, so another follows at once. The first trial of an engine may be disturbed or unlucky, so
+    the first three are short and do not wait until their losses are recovered. Statistics stay for the next batch.
 
     Args:
         k: most tokens of a path.
@@ -62,23 +62,23 @@ class Expected:
     runs_plain = True
 
     GAIN = 1.05
-    """How many times as fast as plain decoding drafting has to be to begin, as times and shares are not known well."""
+    """Speedup over plain decoding at which drafting begins; above 1 because times and shares are uncertain."""
     MOST_LEFT = 128
-    """Tokens that an answer is expected to have left, at most: many end before their limit."""
+    """Largest expected number of remaining tokens of an answer: many end before their limit."""
     EXPLORE = 0.015
-    """The share of all time that trying other plans may lose."""
+    """The share of all time that trials of other plans may lose."""
     ALMOST = 0.85
-    """What share of plain decoding's speed the best plan with drafts has to have, for all of it to be tried."""
+    """The best plan with drafts is tried as a whole if its rate is at least this share of plain decoding's."""
     EARLY_TRIES = 3
-    """Tries of a new engine that draft for two rounds …"""
+    """Trials of a new engine that draft for two rounds …"""
     EARLY_SHARE = 4
     """… a fourth of the nodes, …"""
     SOON = 12
-    """… this number of plain rounds after each other, whatever they lose."""
+    """… with this many plain rounds between them, even if they lose time."""
     EVERY = 6
-    """Rounds with drafts after which the plan is made anew, as it is after tries and when rows come or go."""
+    """Rounds with drafts after which the plan is recomputed, as it is after trials and when rows join or leave."""
     CANDIDATES = 12
-    """Numbers that a node's share must reach of which the best is taken."""
+    """Number of thresholds compared."""
 
     def __init__(self, k: int) -> None:
         self.k = k
@@ -89,7 +89,7 @@ class Expected:
         self.start(None, is_ragged=True)
 
     def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
-        """Forgets all rows; keeps what is known of times and acceptance."""
+        """Drops all rows; keeps the statistics of times and acceptance."""
         most, is_chain = self.k if tree is None else tree.nodes, tree is None
         if (most, is_chain) != (self._acceptance.most, self._acceptance.is_chain):
             self._acceptance = AcceptanceShares(most, is_chain=is_chain)
@@ -97,14 +97,14 @@ class Expected:
         self._costs.is_ragged = is_ragged
         self._rows = self._age = self._number_of_tries = self._since_try = 0
         self._unread: list[int] = []
-        """For each row the tokens that were committed since it last drafted, its prompt's too if it never did."""
+        """By row, the tokens committed since it last drafted, its prompt's included if it never did."""
         self._room: list[int] = []
         self._asked: list[int] = []
         self._drafting: set[int] = set()
         self._forget_plan()
 
     def join(self, requests: Sequence[Request]) -> None:
-        """New rows are like all others until more is known of them."""
+        """Adds rows."""
         self._rows += len(requests)
         self._acceptance.join(len(requests))
         self._unread += [len(request.tokens) for request in requests]
@@ -112,7 +112,7 @@ class Expected:
         self._forget_plan()
 
     def keep(self, rows: Tensor) -> None:
-        """Forgets the other rows."""
+        """Drops the other rows."""
         order = rows.tolist()
         self._rows = len(order)
         self._acceptance.keep(order)
@@ -123,7 +123,7 @@ class Expected:
     def _forget_plan(self) -> None:
         self._plan: Plan | None = None
         self._almost: Plan | None = None
-        """The best plan with drafts, where it is a little worse than plain decoding."""
+        """The best plan with drafts, if it is only a little slower than plain decoding."""
         self._try: tuple[int, ...] | None = None
         self._rounds_of_try = 0
 
@@ -143,39 +143,39 @@ class Expected:
         return self._asked if self._acceptance.is_chain else [self.k if nodes else 0 for nodes in self._asked]
 
     def _is_early(self, plan: Plan) -> bool:
-        """Whether a try from a plan without drafts is one of the engine's first."""
+        """Whether the next trial is one of the first `EARLY_TRIES`, from a plan without drafts."""
         return self._early_tries < self.EARLY_TRIES and not any(plan.nodes)
 
     def _begin_try(self, plan: Plan) -> None:
-        """Tries the most nodes in one row; every other time, if some row drafts, none at all, and if none does, the
-        best plan with drafts where that is nearly as good. The first round of a try tells no time, so some have two."""
-        number = self._number_of_tries
+        """Tries the most nodes in one row; every other time no drafts at all if some row drafts, and otherwise the best
+        plan with drafts if it is nearly as good. The first round of a trial is not timed, so some have two."""
+        trial = self._number_of_tries
         self._number_of_tries += 1
         self._since_try = 0
         short = [row for row, nodes in enumerate(plan.nodes) if nodes < self._acceptance.most]
-        if any(plan.nodes) and (number % 2 or not short):
+        if any(plan.nodes) and (trial % 2 or not short):
             self._try, self._rounds_of_try = (0,) * self._rows, 2
-        elif self._almost is not None and number % 2:
+        elif self._almost is not None and trial % 2:
             self._try, self._rounds_of_try = self._almost.nodes, 2
         else:
-            # Usually where that costs least.
-            tried = min(short, key=self._unread.__getitem__) if number % 6 else short[number // 6 % len(short)]
+            # Usually the row in which that costs least.
+            tried_row = min(short, key=self._unread.__getitem__) if trial % 6 else short[trial // 6 % len(short)]
             is_early = self._is_early(plan)
             self._early_tries += is_early
             most = max(self._acceptance.most // self.EARLY_SHARE, 1) if is_early else self._acceptance.most
-            self._try = tuple(most if row == tried else before for row, before in enumerate(plan.nodes))
-            is_long = is_early or not self._costs.knows_drafts or number % 8 == 0
+            self._try = tuple(most if row == tried_row else before for row, before in enumerate(plan.nodes))
+            is_long = is_early or not self._costs.knows_drafts or trial % 8 == 0
             self._rounds_of_try = 2 if is_long else 1
 
     def cut(self, draft: Draft) -> Draft:
-        """A tree without the nodes that are not worth their time, which are its last."""
+        """Removes the last nodes of a tree, which are not worth their time."""
         if self._acceptance.is_chain or draft.tokens.shape[1] <= min(self._asked):
             return draft
         device = draft.tokens.device
         return draft.where(upload(range(draft.tokens.shape[1]), device) < upload(self._asked, device)[:, None])
 
     def _choose(self) -> Plan:
-        """The best plan among those that draft the nodes whose share is at least some number."""
+        """The best plan over all thresholds of the nodes' shares."""
         shares, there = self._acceptance.shares(), self._acceptance.there()
         self._reading_s = self._costs.reading_s()
         sums = [list(itertools.accumulate(row, initial=1.0)) for row in shares]
@@ -183,26 +183,26 @@ class Expected:
         if not self._costs.knows_drafts:
             return plain
         rising = [[-share for share in row] for row in shares]
-        numbers = sorted({share for row in shares for share in row})
+        thresholds = sorted({share for row in shares for share in row})
         plans = []
-        for least in numbers[:: len(numbers) // self.CANDIDATES + 1]:
-            plans.append(self._plan_of([bisect.bisect_right(row, -least) for row in rising], sums, there))
+        for threshold in thresholds[:: len(thresholds) // self.CANDIDATES + 1]:
+            plans.append(self._plan_of([bisect.bisect_right(row, -threshold) for row in rising], sums, there))
         best = max(plans, key=lambda plan: plan.rate)
         is_better = best.rate > plain.rate * (1.0 if self._drafting else self.GAIN)
         if sum(nodes > 0 for nodes in best.nodes) > self._costs.rows_to_try:
             order = sorted(range(self._rows), key=lambda row: -best.tokens[row])[: self._costs.rows_to_try]
             best = self._plan_of([nodes if row in order else 0 for row, nodes in enumerate(best.nodes)], sums, there)
-            self._age = self.EVERY - 2  # soon more is known
+            self._age = self.EVERY - 2  # recompute after two rounds, with a new measurement
         self._almost = best if not is_better and best.rate > self.ALMOST * plain.rate else None
         return best if is_better else plain
 
     def _plan_of(self, nodes: list[int], sums: Sequence[Sequence[float]], there: Sequence[float]) -> Plan:
-        """The plan that drafts these numbers of nodes."""
-        drafting = [there[number] for number in nodes if number]
+        """The plan that drafts `nodes` in each row."""
+        drafting = [there[count] for count in nodes if count]
         seconds = self._costs.seconds(self._rows, drafting, self._depth(nodes))
-        tokens = tuple(row[number] for row, number in zip(sums, nodes, strict=True))
-        for row, number in enumerate(nodes):
-            if number and row not in self._drafting:
+        tokens = tuple(row[count] for row, count in zip(sums, nodes, strict=True))
+        for row, count in enumerate(nodes):
+            if count and row not in self._drafting:
                 rounds_left = max(min(self._room[row], self.MOST_LEFT) / tokens[row], 1.0)
                 seconds += self._reading_s * self._unread[row] / rounds_left
         return Plan(nodes=tuple(nodes), tokens=tokens, seconds=seconds)
@@ -211,8 +211,8 @@ class Expected:
         return max(nodes) if self._acceptance.is_chain else self.k
 
     def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
-        """Adds a round to times and acceptance."""
-        # A row that has ended drafts nothing, and an answer may end for want of room.
+        """See `LengthPolicy`."""
+        # A finished row drafts nothing, and an answer may end at its length limit.
         asked = [nodes if tokens else 0 for nodes, tokens in zip(self._asked, output.tokens, strict=True)]
         drafting = {row for row, nodes in enumerate(asked) if nodes}
         begin = drafting - self._drafting
@@ -244,7 +244,7 @@ class Expected:
             self._since_try += 1
             self._lost_s = max(self._lost_s - self.EXPLORE * seconds, 0.0)
             return
-        # What the other rows got does not depend on the try.
+        # The tokens of the other rows do not depend on the trial.
         usual = zip(self._plan.nodes, self._try, self._plan.tokens, output.paths, strict=True)
         more = sum(1 + len(path) - tokens for nodes, tried, tokens, path in usual if nodes != tried)
         lost_s = seconds - self._plan.seconds - more / self._plan.rate

@@ -1,4 +1,4 @@
-"""How long a round takes, learnt from rounds; single times are not trusted (docs/decisions.md, 28)."""
+"""Cost model of a round, learnt from measured rounds; single times are not trusted (docs/decisions.md, 28)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Sequence
 
 
 def typical(times_s: Sequence[float]) -> float:
-    """The median; of fewer than three times the least, because what disturbs a round only adds to it."""
+    """The median; the minimum of fewer than three times, because disturbances only add time."""
     return statistics.median(times_s) if len(times_s) > 2 else min(times_s)
 
 
 class Times:
-    """Measured times of passes by a size, such as the tokens that they read.
+    """Measured times of passes by size, such as the number of tokens; monotone, piecewise linear.
 
-    Sizes that differ by less than a fifth are taken together, and the median of their last times counts: single times
-    mislead. Between known sizes lie straight lines; a larger one never takes less.
+    Sizes that differ by less than a fifth form a group, whose time is the median of its last times, because single
+    times mislead.
 
     >>> times = Times()
     >>> for size, seconds in [(4, 1.0), (4, 9.0), (4, 1.0), (12, 3.0)]:
@@ -28,27 +28,27 @@ class Times:
     """
 
     LAST = 12
-    """Times of a group of sizes that count."""
+    """Times kept per group of sizes."""
     STEPS = 4
-    """Groups of sizes between one size and its double."""
+    """Groups between a size and its double."""
     LEAST_S = 1e-9
-    """A clock may be too coarse for a small model, and rates divide by times."""
+    """Rates divide by times, and a clock may be too coarse for a small model."""
 
     def __init__(self) -> None:
         self._groups: dict[int, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=self.LAST))
         self._typical: dict[int, tuple[float, float]] = {}
         self._near: set[int] = set()
         self.points: list[tuple[float, float]] = []
-        """The known sizes with their times, the smallest first."""
+        """Measured sizes with their times, the smallest first."""
 
     def add(self, size: float, seconds: float) -> None:
-        """Takes in one time of a size of at least 1."""
-        number = self._group(size)
-        times = self._groups[number]
+        """Adds a measurement; the size is at least 1."""
+        group = self._group(size)
+        times = self._groups[group]
         times.append((size, max(seconds, self.LEAST_S)))
-        self._typical[number] = sum(size for size, _ in times) / len(times), typical([seconds for _, seconds in times])
+        self._typical[group] = sum(size for size, _ in times) / len(times), typical([seconds for _, seconds in times])
         if len(times) == 2:
-            self._near.update(range(number - self.STEPS, number + self.STEPS + 1))
+            self._near.update(range(group - self.STEPS, group + self.STEPS + 1))
         self.points, most = [], 0.0
         for _, (typical_size, typical_s) in sorted(self._typical.items()):
             most = max(most, typical_s)
@@ -62,14 +62,15 @@ class Times:
         return self._group(size) in self._near
 
     def knows_well(self, size: float) -> bool:
-        """Whether as many times of about this size were measured as count."""
+        """Whether `LAST` times of about this size were measured."""
         return len(self._groups.get(self._group(size), ())) == self.LAST
 
     def of(self, size: float) -> float:
-        """The time of a size; beyond the largest, on the line through the first and the last, below the first as that.
+        """The interpolated time of a size: above the largest on the line through the first and the last point, below
+        the smallest constant.
 
         Raises:
-            ValueError: nothing is known.
+            ValueError: nothing was measured.
         """
         if not self.points:
             raise ValueError("no pass was measured")
@@ -85,54 +86,54 @@ class Times:
 
 
 class RoundCosts:
-    """The time of a round by what is drafted in it: of the drafter, of the target, and of all else.
+    """The time of a round as a function of its drafts: drafter, target, and the rest.
 
-    The drafter's time depends on how many rows draft and on how deep, the target's on how many tokens its pass
-    computes. A machine may be slower now than when other lengths were tried, and texts grow: so all times are held
-    against that of the target's usual pass.
+    The drafter's time depends on the number of drafting rows and on the depth, the target's on the number of tokens of
+    its pass. A machine may be slower now than when other lengths were tried, and texts grow: so all times are relative
+    to that of the target's usual pass.
     """
 
     DRIFT = 0.3
-    """How quickly a change of what the usual pass of the target takes becomes a change of all times."""
+    """Rate at which a change of the target's usual pass time becomes a change of all times."""
 
     def __init__(self) -> None:
         self.is_ragged = True
-        """Whether a pass of the target computes only the tokens that there are; else as many in each row."""
+        """Whether a pass of the target computes no padding; else all rows cost as much as the longest."""
         self._target_s = Times()
         self._draft_s: dict[int, Times] = defaultdict(Times)
-        """By the number of rows that draft, in powers of two; the size of a draft is its depth."""
+        """By number of drafting rows, in powers of two; the size is the depth of the draft."""
         self._first: deque[tuple[int, float, int, int]] = deque(maxlen=Times.LAST)
-        """Of drafts for which texts were read: their tokens, the time, rows and depth."""
+        """Drafts for which the drafter had to read texts: tokens read, time, rows and depth."""
         self._other_s = 0.0
         self._slowness = 1.0
 
     def knows_plain(self, rows: int) -> bool:
-        """Whether about as many rows were decoded without drafts."""
+        """Whether plain rounds with about as many rows were timed."""
         return self._target_s.knows(rows)
 
     @property
     def knows_drafts(self) -> bool:
-        """Whether the time of any draft is known."""
+        """Whether any draft was timed."""
         return bool(self._draft_s)
 
     @property
     def rows_to_try(self) -> int:
-        """How many rows may draft when that is tried: twice as many as ever did, because what more cost is a guess."""
+        """Most rows that may draft in a trial: twice as many as ever did, because the cost of more is a guess."""
         return 1 << (1 + max(self._draft_s, default=-1))
 
     def seconds(self, rows: int, nodes: Sequence[float], depth: int) -> float:
-        """How long a round takes.
+        """The expected time of a round.
 
         Args:
-            rows: of the batch; `knows_plain` is true of them.
-            nodes: how many are drafted in each row that drafts; `knows_drafts` is true if any does.
+            rows: of the batch; requires `knows_plain(rows)`.
+            nodes: of each drafting row; requires `knows_drafts`, unless there are none.
             depth: of the draft.
         """
         more = self._draft_time(len(nodes), depth) if nodes else 0.0
         return self._target_s.of(self._size(rows, nodes)) + more + self._other_s
 
     def reading_s(self) -> float:
-        """How long the drafter takes to read a token of a text of which it has not drafted yet."""
+        """The drafter's prefill time per token."""
         if not self._first or not self._draft_s:
             return 0.0
         more_s = sum(seconds - self._draft_time(rows, depth) for _, seconds, rows, depth in self._first)
@@ -142,11 +143,11 @@ class RoundCosts:
         return rows + (sum(nodes) if self.is_ragged else rows * max(nodes, default=0))
 
     def _draft_time(self, rows: int, depth: int) -> float:
-        """On a line over the rows that draft, and over how deep; what is not known is not taken to be more."""
+        """Linear in the number of drafting rows; constant above a single measured group."""
         known = sorted(self._draft_s)
         at = bisect.bisect_left(known, (rows - 1).bit_length())
-        near = known[max(at - 1, 0) : at + 1] if at < len(known) else known[-2:]
-        (least, least_s), *more = [(1 << group, self._time_of_group(group, depth)) for group in near]
+        nearest = known[max(at - 1, 0) : at + 1] if at < len(known) else known[-2:]
+        (least, least_s), *more = [(1 << group, self._time_of_group(group, depth)) for group in nearest]
         if not more:
             return least_s * min(rows / least, 1.0)
         slope = max((more[0][1] - least_s) / (more[0][0] - least), 0.0)
@@ -176,12 +177,12 @@ class RoundCosts:
             nodes: see `seconds`.
             depth: see `seconds`.
             draft_s: the drafter's time.
-            verify_s: the target's.
-            other_s: of all else.
+            verify_s: the target's time.
+            other_s: the remaining time.
             unread: tokens of the rows that begin to draft, which the drafter had to read.
-            is_first: whether some row drafts and did not in the round before, or none does any more. The drafter then
-                reads what was committed meanwhile, or the caches hold what it needed: such times are not counted.
-            is_usual: whether the round is what is thought best: where its time is well known, it tells how slow the
+            is_first: whether drafting began in some row, or ended in all, since the previous round. The drafter then
+                reads the tokens committed meanwhile, or the CPU caches still hold its data: such times are ignored.
+            is_usual: whether the round follows the best plan: if its time is well known, it measures how slow the
                 machine is now.
         """
         slowness, size = self._slowness, self._size(rows, nodes)
@@ -200,5 +201,5 @@ class RoundCosts:
                 times.add(depth, draft_s / slowness)
 
     def of_usual(self, seconds: float) -> float:
-        """What a time of now would have been when times were learnt."""
+        """Converts a current time to the machine speed at which times were learnt."""
         return seconds / self._slowness

@@ -1,7 +1,7 @@
-"""How two processes talk: over a pipe on one machine, over a network on two.
+"""Message channel between two processes: a pipe on one machine, a network connection on two.
 
-What is sent is pickled, so both sides must trust each other: one has started the other, or `torchrun` both, and whoever
-connects must know a random key.
+Messages are pickled, so both sides must trust each other: one has started the other, or `torchrun` has started both,
+and a connection requires a random key.
 """
 
 from __future__ import annotations
@@ -27,18 +27,14 @@ LOCALHOST, MEETING = "127.0.0.1", "paradraft"
 
 
 class Channel:
-    """Carries messages between two processes, on one machine or on two.
-
-    Args:
-        connection: its end.
-    """
+    """One end of a message channel."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def limit(self, seconds: float) -> None:
-        """Lets nothing that is sent or received wait longer, once it has begun: the other side may be stopped."""
-        limit = struct.pack("ll", int(seconds), max(int(seconds % 1 * 1e6), int(seconds < 1)))  # 0 would be no limit
+        """Sets the timeout of a message in transfer: the other side may be stopped in the middle of one."""
+        limit = struct.pack("ll", int(seconds), max(int(seconds % 1 * 1e6), int(seconds < 1)))  # 0 means no timeout
         with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
             for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
                 ours.setsockopt(socket.SOL_SOCKET, option, limit)
@@ -50,7 +46,7 @@ class Channel:
             BlockingIOError: the other side does not read.
             OSError: the other side is gone.
         """
-        with _undisturbed():
+        with _sigint_deferred():
             self._connection.send(message)
 
     def receive(self, timeout_s: float | None = None) -> Any:
@@ -62,23 +58,23 @@ class Channel:
         """
         if not self._connection.poll(timeout_s):
             raise TimeoutError
-        with _undisturbed():
+        with _sigint_deferred():
             return self._connection.recv()
 
     def close(self) -> None:
-        """Lets the other side know that nothing follows."""
+        """Closes the channel, which the other side notices."""
         self._connection.close()
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Inside, Ctrl-C waits: half a message that is left would be the beginning of the next."""
+def _sigint_deferred() -> Iterator[None]:
+    """Defers Ctrl-C: the rest of an interrupted message would be read as the beginning of the next."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
         return
     noted: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *given: noted.append(given))
+    signal.signal(signal.SIGINT, lambda *arguments: noted.append(arguments))
     try:
         yield
     finally:
@@ -88,18 +84,18 @@ def _undisturbed() -> Iterator[None]:
 
 
 def launched() -> int:
-    """How many processes `torchrun` has started, this one among them; 0 if it was not started so."""
+    """Number of processes that `torchrun` has started; 0 without `torchrun`."""
     if not (distributed.is_available() and distributed.is_torchelastic_launched()):
         return 0
     return int(os.environ["WORLD_SIZE"])
 
 
 _MET: list[bool] = []
-"""Whether this process has met the other one."""
+"""Whether this process has connected to the other one."""
 
 
-def _watched(connection: Connection) -> Connection:
-    """A connection over a network that ends some time after the other machine has gone without a word."""
+def _with_keepalive(connection: Connection) -> Connection:
+    """Enables TCP keepalive, so that the connection ends when the other machine disappears."""
     with socket.socket(fileno=os.dup(connection.fileno())) as ours:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
@@ -109,16 +105,16 @@ def _watched(connection: Connection) -> Connection:
 
 
 def met() -> tuple[int, Channel]:
-    """Meets the other process that `torchrun` has started, on this machine or on another.
+    """Connects to the other process that `torchrun` has started, on this machine or on another.
 
-    They meet in the store of `torchrun` and talk over a connection of their own, which ends when one of them does: a
-    message of gloo would be waited for without end.
+    They exchange the address through the store of `torchrun` and use a separate connection, which ends when one of them
+    does: a gloo receive would wait without end.
 
     Returns:
-        The rank of this one: 0 for the target's side, 1 for the drafter's; and the channel to the other.
+        The rank of this process, 0 for the target's side, 1 for the drafter's; and the channel to the other.
 
     Raises:
-        ValueError: the two cannot meet.
+        ValueError: they cannot connect.
     """
     address = os.environ.get("MASTER_ADDR", LOCALHOST)
     if _MET:
@@ -130,9 +126,9 @@ def met() -> tuple[int, Channel]:
             key = secrets.token_bytes(32)
             with Listener((LOCALHOST if address in (LOCALHOST, "localhost") else "", 0), authkey=key) as listener:
                 store.set(MEETING, pickle.dumps((listener.address[1], key)))
-                return rank, Channel(_watched(listener.accept()))
+                return rank, Channel(_with_keepalive(listener.accept()))
         port, key = pickle.loads(store.get(MEETING))
-        return rank, Channel(_watched(Client((address, port), authkey=key)))
+        return rank, Channel(_with_keepalive(Client((address, port), authkey=key)))
     except (RuntimeError, OSError, AuthenticationError) as error:
-        place = f"{address}:{os.environ.get('MASTER_PORT')}"
-        raise ValueError(f"the two sides cannot meet at {place}: {' '.join(str(error).split())}") from None
+        endpoint = f"{address}:{os.environ.get('MASTER_PORT')}"
+        raise ValueError(f"the two sides cannot meet at {endpoint}: {' '.join(str(error).split())}") from None

@@ -1,7 +1,7 @@
-"""The other side of [remote.py](remote.py): a process that loads a drafter and drafts what it is asked for.
+"""The drafter's side of [remote.py](remote.py): a process that loads a drafter and drafts on request.
 
-It ends when the target's side does: by a message, when the channel ends, or when its standard input does, which the
-system closes however the other process has ended.
+It ends with the target's side: by a message, when the channel closes, or when its standard input does, which the system
+closes however the other process has ended.
 """
 
 from __future__ import annotations
@@ -27,21 +27,17 @@ from paradraft.ragged import from_lists, to_lists
 
 
 class Server:
-    """Does what the target's side says; each public method is a message.
-
-    Args:
-        channel: to that side.
-    """
+    """Executes the messages of the target's side; each public method is a message."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._drafter = Drafter()
         self.saved: dict[int, Any] = {}
-        """What is kept of rows, by the keys of the other side."""
+        """Saved rows, by the keys of the other side."""
         self._serial = self._question = 0
 
     def serve(self) -> None:
-        """Until the other side has said the last."""
+        """Runs until the other side ends."""
         has_failed = False
         while True:
             try:
@@ -62,7 +58,7 @@ class Server:
                 self._send(*(("mistake", message) if is_mistake else ("failure", f"{type(error).__name__}: {message}")))
 
     def load(self, setup: Setup) -> None:
-        """Loads the drafter; answers with what the other side wants to know of it.
+        """Loads the drafter; answers with its attributes and warnings.
 
         Raises:
             ValueError: it does not fit the target, or the sides have different versions.
@@ -71,13 +67,13 @@ class Server:
             raise ValueError(
                 f"the target's side has {_listed(setup.versions)}, the drafter's {_listed(mine)}: install the same"
             )
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             drafter = load_drafter(setup.drafter, setup.target, draft=setup.draft, runtime=setup.runtime)
         if all(lm.is_native for lm in drafter.models):
             use_one_torch_thread()
         self._drafter, self._device = drafter, next((lm.device for lm in drafter.models), torch.device("cpu"))
-        messages = [str(warning.message) for warning in told if issubclass(warning.category, UserWarning)]
+        messages = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
         self._answer((drafter.reserved_tokens, drafter.max_k, messages))
 
     def start(self, drafting: Drafting) -> None:
@@ -90,7 +86,7 @@ class Server:
         self._drafter.join(requests, Committed(tokens=tokens))
 
     def propose(self, lengths: list[int], after: list[list[int]] | None, asked_s: float) -> None:
-        """See `Drafter`; answers with the tokens of each row, and when they were drafted."""
+        """See `Drafter`; answers with the tokens of each row, and the time span of the work."""
         began_s = time.perf_counter()
         draft = self._drafter.propose(lengths, None if after is None else Draft.chain(from_lists(after, self._device)))
         tokens = to_lists(draft.tokens)
@@ -105,7 +101,7 @@ class Server:
         self._drafter.keep(torch.tensor(rows, dtype=torch.long))
 
     def save(self, row: int, most: int, key: int) -> None:
-        """See `Drafter`; under the key that the other side names."""
+        """See `Drafter`; `key` is chosen by the other side."""
         self.saved[key] = self._drafter.save(row, most)
 
     def restore(self, row: int, key: int, shared: int) -> None:
@@ -113,25 +109,25 @@ class Server:
         self._drafter.restore(row, self.saved[key], shared)
 
     def forget(self, keys: tuple[int, ...]) -> None:
-        """Lets go of what was saved."""
+        """Deletes saved rows."""
         for key in keys:
             self.saved.pop(key, None)
 
     def passes(self) -> None:
-        """Answers with how many passes there were since `start`, those for keys and values alone left out."""
-        counts = [number for lm in self._drafter.models for one, number in lm.passes.items() if one.logits]
+        """Answers with the number of passes since `start`, without those that compute only keys and values."""
+        counts = [count for lm in self._drafter.models for shape, count in lm.passes.items() if shape.logits]
         self._answer(sum(counts))
 
     def _answer(self, content: Any) -> None:
         self._send("answer", content)
 
     def _send(self, kind: str, content: Any) -> None:
-        with suppress(OSError):  # the other side is gone: the next message will not come
+        with suppress(OSError):  # the other side is gone: no message will follow
             self._channel.send((self._serial, self._question, kind, content))
 
 
 def _listed(versions: dict[str, str]) -> str:
-    return ", ".join(f"{name} {number}" for name, number in versions.items())
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _end_with_the_other_side() -> None:
@@ -140,7 +136,7 @@ def _end_with_the_other_side() -> None:
 
 
 def main() -> None:
-    """Serves the process that has started this one, through the descriptor that it names."""
+    """Serves the parent process, through the file descriptor in `sys.argv`."""
     threading.Thread(target=_end_with_the_other_side, daemon=True).start()
     Server(Channel(Connection(int(sys.argv[1])))).serve()
     os._exit(0)  # the thread that reads would abort the interpreter's own end

@@ -1,17 +1,17 @@
-"""PEARL: draft and verify at the same time (Liu et al. 2024, Algorithm 2).
+"""PEARL: drafts and verifies at the same time (Liu et al. 2024, Algorithm 2).
 
-The drafter is a round ahead. While the target verifies a draft, the drafter goes on after it and guesses a *window* of
-γ tokens, whose first one stands where the target adds a token of its own. If all of the draft is accepted and the
-target's own token is the window's first, then this one is verified too, and the rest of the window is the next draft.
-Otherwise the window is dropped, the next draft is empty, and the target adds one token while the drafter goes on
-after the committed text. So the paper's two modes are one: *pre-verify* is the verification of an empty draft, and
-*post-verify* that of the last window, both with the target's own token as the check of the window's first.
+The drafter is a round ahead. While the target verifies a draft, the drafter drafts a *window* of γ tokens after it. The
+first token of the window is at the position of the target's recovered or bonus token. If the whole draft is accepted
+and the bonus token equals the first of the window, then that one is verified too, and the rest of the window is the
+next draft. Otherwise the window is dropped, the next draft is empty, and the target adds one token while the drafter
+drafts after the committed text. So the paper's two modes are one: *pre-verify* is the verification of an empty draft,
+and *post-verify* that of the last window, both with the target's own token as the check of the window's first.
 
-Algorithm 2, taken literally, is off by one: line 29 computes p after x_1 ... x_i and line 32 compares it with x_i. What
-follows x_1 ... x_i is x_(i+1); the last of them is the first token of the new window, as here.
+Algorithm 2, taken literally, is off by one: line 29 computes p after x_1 ... x_i and line 32 compares it with x_i. The
+token after x_1 ... x_i is x_(i+1); the last of them is the first token of the new window, as here.
 
-Rows of a batch are each in their mode. Text is never made of tokens that are not verified, and a window is no longer
-than its row has room for.
+Each row of a batch has its own mode. Only verified tokens become text, and a window is never longer than the rest of
+its answer.
 """
 
 from __future__ import annotations
@@ -39,19 +39,15 @@ from paradraft.ragged import from_lists, to_lists
 from paradraft.tree import ABSENT
 
 TIMED_ROUNDS = 6
-"""Rounds at least in which the two sides are timed."""
+"""Fewest rounds in which the two sides are timed."""
 MOST_SPANS = 4096
-"""Of how many passes and windows a batch remembers when they were."""
+"""Number of passes and windows whose time spans a batch keeps."""
 
 
 def decode_round_ahead(batch: AheadBatch) -> RoundOutput:
     """Runs one round: every row of the batch gets at least one token.
 
-    Args:
-        batch: its target and its drafter have the same committed tokens before the round and after it.
-
-    Returns:
-        The new tokens of each request, cut where its answer ends.
+    Target and drafter have the same committed tokens before the round and after it.
     """
     batch.draft_first()
     draft = batch.ahead
@@ -62,10 +58,10 @@ def decode_round_ahead(batch: AheadBatch) -> RoundOutput:
         batch.clock.lap("verify")
     except BaseException:
         with suppress(Exception):
-            batch.take_window()  # so that the other side has ended too
+            batch.take_window()  # so that the drafter is idle again
         raise
     window = batch.take_window()
-    batch.clock.lap("draft")  # as far as it was waited for
+    batch.clock.lap("draft")  # only the time spent waiting
     verdict = batch.settle(verdict, window)
     committed = batch.target.commit(verdict, out)
     batch.drafter.commit(committed)
@@ -75,12 +71,12 @@ def decode_round_ahead(batch: AheadBatch) -> RoundOutput:
 
 
 def draft_ahead(draft: Draft, verdict: Verdict, window: Draft) -> Draft:
-    """The next draft: of rows in which all was right the rest of the window, of others nothing.
+    """The next draft: the rest of the window in rows where draft and bonus token were right, nothing in others.
 
     Args:
-        draft: the chain that was verified.
-        verdict: on it.
-        window: the chain that was drafted after it.
+        draft: the verified chain.
+        verdict: on `draft`.
+        window: the chain drafted after `draft`.
 
     >>> verdict = Verdict.of(draft := Draft.chain(torch.tensor([[5, 6]])), torch.tensor([[0, 1]]), torch.tensor([7]))
     >>> draft_ahead(draft, verdict, Draft.chain(torch.tensor([[7, 8, 9]]))).tokens.tolist()
@@ -98,12 +94,10 @@ def draft_ahead(draft: Draft, verdict: Verdict, window: Draft) -> Draft:
 
 
 class DrafterThread:
-    """Lets a drafter of this process draft while others compute.
-
-    Its models compute outside of Python, as all of ours do; on a GPU in a stream of their own.
+    """Runs a drafter in a thread of this process, on a GPU in a separate stream.
 
     Args:
-        drafter: nothing else may use it between `begin` and `take`.
+        drafter: must not be used elsewhere between `begin` and `take`.
         device: of the target.
         is_native: whether all passes of both sides are in C++.
     """
@@ -111,7 +105,7 @@ class DrafterThread:
     def __init__(self, drafter: Drafter, device: torch.device, *, is_native: bool) -> None:
         self._drafter = drafter
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # Else its first operation starts threads that spin on the CPUs that the passes need; see `one_torch_thread`.
+        # Otherwise torch's first operation starts threads that spin on the CPUs of the passes; see `one_torch_thread`.
         prepare = use_one_torch_thread if is_native else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="drafter", initializer=prepare)
         self._drafting: Future[tuple[Draft, Span]] | None = None
@@ -131,7 +125,7 @@ class DrafterThread:
         return draft
 
     def rest(self) -> None:
-        """Waits until nothing is drafted any more, whoever has asked for it: someone may have been interrupted."""
+        """Waits until the thread is idle: a caller may have been interrupted between `begin` and `take`."""
         if self._drafting is not None:
             wait([self._drafting])
 
@@ -143,13 +137,13 @@ class DrafterThread:
 
 
 class AheadBatch(Batch):
-    """The rows of a batch whose drafter is a round ahead; drafts are chains.
+    """A batch whose drafter is a round ahead; drafts are chains, and `lengths` decides γ.
 
-    `lengths` says γ. The drafter works in a thread of its own, if it is not in another process.
+    The drafter runs in a separate thread, unless it is in another process.
 
     Args:
         target: see `Batch`.
-        drafter: one that can run ahead.
+        drafter: must have `can_run_ahead`.
         overlap: see `paradraft.engine.speculation.Speculation`.
         settings: those of `Batch`.
     """
@@ -159,10 +153,10 @@ class AheadBatch(Batch):
         self.ahead = Draft.empty(0, target.device)
         """The draft that the next round verifies."""
         self.first_depths: list[int] = []
-        """By row, which token of its window is the first of that draft: the first one was verified with the window."""
+        """By row, the index in its window, counted from 1, of the first token of `ahead`."""
         self._overlap = overlap
         self.spans = deque[Span](maxlen=MOST_SPANS)
-        """When each side was at work, in the last rounds."""
+        """Time spans of both sides' work in the last rounds."""
         is_native = all(lm.is_native for lm in (target.lm, *drafter.models))
         self._side = (
             drafter
@@ -176,7 +170,7 @@ class AheadBatch(Batch):
         self.spans.clear()
 
     def draft_first(self) -> None:
-        """Without pre-verify, a window is drafted while the target waits, for rows that have no draft."""
+        """Without pre-verify, drafts for rows without a draft while the target waits."""
         self.first_depths = [2] * len(self.generations)
         if self._overlap != "post":
             return
@@ -190,22 +184,24 @@ class AheadBatch(Batch):
         self._side.begin(self._wanted, Draft.empty(len(is_none), self.target.device))
         window = self.take_window()
         self.clock.lap("draft")
-        self.drafter.commit(Committed(tokens=window.tokens[:, :0]))  # it goes back to the committed text
+        self.drafter.commit(Committed(tokens=window.tokens[:, :0]))  # rolls back to the committed text
         tokens = ragged.joined(to_lists(self.ahead.tokens), to_lists(window.tokens))
         self.ahead = Draft.chain(from_lists(tokens, self.target.device))
 
     def begin_drafting(self) -> None:
-        """Has the drafter go on after the draft, for rows in which that can be of use."""
+        """Starts drafting the window after the draft, in rows that can use it."""
         known, is_pre = (self.ahead.tokens != ABSENT).sum(1).tolist(), self._overlap == "pre"
         self._wanted = [
-            # The window's last token is followed by one of the target's. A window of one token tells nothing new.
-            wanted if (wanted := min(length, generation.room - 1 - number)) > 1 and not (number and is_pre) else 0
-            for length, generation, number in zip(self.lengths.next(), self.generations, known, strict=True)
+            # The target adds a token after the window. A window of one token is useless: the target draws it itself.
+            wanted
+            if (wanted := min(length, generation.room - 1 - length_ahead)) > 1 and not (length_ahead and is_pre)
+            else 0
+            for length, generation, length_ahead in zip(self.lengths.next(), self.generations, known, strict=True)
         ]
         self._side.begin(self._wanted, self.ahead)
 
     def take_window(self) -> Draft:
-        """Waits for what the drafter has drafted; cut to what was wanted."""
+        """Waits for the window, cut to the requested lengths."""
         window = self._side.take()
         if any(self._wanted):
             self.spans.append(self._side.last_span)
@@ -222,7 +218,7 @@ class AheadBatch(Batch):
         return out
 
     def settle(self, verdict: Verdict, window: Draft) -> Verdict:
-        """The verdict, once the window is known: as it is. Drawn verdicts, for timing, need the window."""
+        """Returns the verdict unchanged; a hook for simulated verdicts, which need the window."""
         return verdict
 
     def round(self) -> RoundOutput:
@@ -230,7 +226,7 @@ class AheadBatch(Batch):
         return decode_round_ahead(self)
 
     def _admit(self, generations: Sequence[Generation], *read: Any) -> None:
-        """See `Batch`; rows begin with an empty draft."""
+        """Adds rows with an empty draft."""
         before = len(self.generations)
         super()._admit(generations, *read)
         known = self.ahead.tokens if before else Draft.empty(0, self.target.device).tokens
@@ -252,7 +248,7 @@ def best_gamma(target: Target, drafter: Drafter, most: int) -> int:
     """γ with which neither side waits for the other: T_target / T_draft (section 4.4.1), from 2 to `most`.
 
     T_target is the time of a pass over a draft, T_draft that of a drafted token, each side alone. So a drafter whose
-    tokens cost nothing one by one, such as PARD, is given as many as it may draft.
+    time does not depend on the number of tokens, such as PARD, gets `most`.
     """
     batch = Batch(target, drafter, lengths=Fixed(most))
     if (tokens := min((most + 1) * TIMED_ROUNDS, target.capacity - 2)) < 1:

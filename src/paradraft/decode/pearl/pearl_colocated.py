@@ -1,11 +1,11 @@
-"""PEARL on the devices of the target itself (Liu et al. 2024, Appendix G).
+"""PEARL on the devices of a pipeline-parallel target (Liu et al. 2024, Appendix G).
 
-A target whose layers are shared out over several devices computes on one of them at a time. While it is on the first
-one, the drafter drafts the first half of its window on the last one; then it goes on where the target has been.
+A target whose layers are split over several devices computes on one of them at a time. While it is on the first one,
+the drafter drafts the first half of its window on the last one, and then the second half on the first one.
 
-The paper moves the keys and values of the drafter from the last device to the first. Here only the drafted ids go over:
-each copy of the draft model reads what the other has drafted in the pass of its own first token, and a pass over a few
-tokens takes as long as over one, because it reads all weights anyhow.
+The paper moves the drafter's KV cache from the last device to the first. Here only the drafted ids are moved: each copy
+of the draft model reads the other's tokens in the pass of its own first token, and a pass over a few tokens takes as
+long as over one, because both read all weights.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from paradraft.ragged import from_lists, to_lists
 
 
 class CoLocatedDrafter(Drafter):
-    """Two copies of a drafter, of which the second one goes on after the first.
+    """Two copies of a drafter: the second one drafts after the tokens of the first.
 
     Args:
-        first: on the last device of the target; it drafts the longer half.
+        first: on the target's last device; drafts the longer half.
         second: on the target's first device.
     """
 
@@ -38,7 +38,7 @@ class CoLocatedDrafter(Drafter):
 
     @property
     def models(self) -> tuple[Any, ...]:
-        """Those of both."""
+        """The models of both copies."""
         return tuple(model for copy in self.copies for model in copy.models)
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
@@ -53,13 +53,13 @@ class CoLocatedDrafter(Drafter):
             copy.join(requests, prompt)
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """See `Drafter`; of γ tokens the first copy drafts ceil(γ / 2)."""
+        """See `Drafter`; the first copy drafts ceil(γ / 2) of γ tokens."""
         first, second = self.copies
         before = [[] for _ in lengths] if after is None else to_lists(after.tokens)
-        begun = to_lists(first.propose([length - length // 2 for length in lengths], after).tokens)
-        known = Draft.chain(from_lists(ragged.joined(before, begun), self._device))
-        ended = to_lists(second.propose([length // 2 for length in lengths], known).tokens)
-        return Draft.chain(from_lists(ragged.joined(begun, ended), self._device))
+        first_half = to_lists(first.propose([length - length // 2 for length in lengths], after).tokens)
+        known = Draft.chain(from_lists(ragged.joined(before, first_half), self._device))
+        second_half = to_lists(second.propose([length // 2 for length in lengths], known).tokens)
+        return Draft.chain(from_lists(ragged.joined(first_half, second_half), self._device))
 
     def commit(self, new: Committed) -> None:
         """See `Drafter`."""

@@ -1,11 +1,11 @@
 """A drafter in another process: on other CPUs, on another device, or on another machine.
 
-Only token ids cross, and once the requests: with the match rule a draft has no probabilities, and the noise that its
-tokens are drawn with belongs to (request, position). What the drafter is told needs no answer, but for drafts, so the
-target's side waits for nothing else.
+Only token ids are transferred, and each request once: with the match rule a draft has no probabilities, and the noise
+of its tokens depends only on (request, position). Only drafts need an answer, so the target's side waits for nothing
+else.
 
-The other side, [drafter_process.py](drafter_process.py), is lost if its process ends, or says nothing for too long:
-then it is ended, and whoever decodes is told. It ends by itself when this side does.
+The other side, [drafter_process.py](drafter_process.py), is lost if its process ends or does not answer in time: then
+it is killed, and decoding raises `DrafterLostError`. It ends by itself when this side does.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from paradraft.placement import Placement, on_cpus
 from paradraft.ragged import from_lists, to_lists
 
 WORKER = "import sys; sys.path.append(sys.argv[2]); from paradraft.decode.pearl.drafter_process import main; main()"
-"""After all other places, so that nothing hides a module of Python's."""
+"""The package's folder comes last in `sys.path`, so that it hides no module of Python's."""
 LOADING_S = 1800.0
-"""How long a drafter may take to load, downloads included."""
+"""Timeout for loading a drafter, downloads included."""
 GRACE_S = 5.0
-"""How long a process that was told to end may take for it, before it is killed."""
+"""Time between the request to end and the kill of a process."""
 QUESTIONS = ("load", "propose", "passes")
-"""What the other side answers."""
+"""Messages with an answer."""
 FRESH = ("load", "start")
-"""What the other side does whatever has gone wrong before."""
+"""Messages that are executed even after an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What the other side is to load.
+    """The arguments of `load_drafter` for the other side.
 
     Args:
-        drafter: its name and settings.
-        draft: its draft model.
-        runtime: where and how it runs.
-        target: whose text is guessed.
-        versions: of what decides about tokens; both sides must have the same.
+        drafter: name and settings.
+        draft: the draft model.
+        runtime: of the draft model.
+        target: its facts.
+        versions: of the libraries that affect tokens; must be the same on both sides.
     """
 
     drafter: str
@@ -70,19 +70,19 @@ class Setup:
 
 
 def versions() -> dict[str, str]:
-    """Those that both sides must have: noise and sampling are computed on both."""
+    """Library versions that both sides must share: noise and sampling are computed on both."""
     return {name: version(name) for name in ("paradraft", "torch", "transformers")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """When a side was at work, in seconds by `time.perf_counter`, which all processes of a machine share.
+    """The time span of a side's work, in seconds of `time.perf_counter`, which all processes of a machine share.
 
     Args:
         side: "target" or "draft".
-        began_s: when it began.
-        ended_s: when it was done.
-        asked_s: when it was asked for.
+        began_s: start.
+        ended_s: end.
+        asked_s: time of the request.
     """
 
     side: str
@@ -92,28 +92,28 @@ class Span:
 
 
 class DrafterProcess:
-    """The other side, once it is started: it loads what `load` says.
+    """A running drafter process.
 
     Args:
-        placement: its CPUs and its device, and how long it may be silent.
-        channel: to a process that runs already; None starts one on this machine.
+        placement: its CPUs, device and timeout.
+        channel: to an existing process; None starts one on this machine.
     """
 
     def __init__(self, placement: Placement, channel: Channel | None = None) -> None:
         self.placement = placement
         self._process: subprocess.Popen[bytes] | None = None
         if channel is None:
-            self._process, channel = _started(placement)
+            self._process, channel = _start_process(placement)
         channel.limit(placement.draft_timeout_s)
         self.channel = channel
         self._serial = self._question = 0
         self._keys = count()
         self._unused: list[int] = []
-        """Keys of what the other side need not keep any more."""
+        """Keys of saved rows that the other side may delete."""
         self._end = weakref.finalize(self, _end, channel, self._process, os.getpid())
 
     def load(self, drafter: str, target: TargetFacts, *, draft: str | None, runtime: Runtime) -> RemoteDrafter:
-        """Has it load a drafter; see `paradraft.drafters.load_drafter`, also for the arguments.
+        """Loads a drafter in the process; see `paradraft.drafters.load_drafter`.
 
         Raises:
             ValueError: it cannot be loaded; the process has ended.
@@ -124,14 +124,14 @@ class DrafterProcess:
         )
 
     def close(self) -> None:
-        """Ends the other side; nothing is left of it."""
+        """Ends the process."""
         self._end()
 
     def tell(self, name: str, *content: Any) -> None:
-        """Has the other side do something, without waiting for it.
+        """Sends a message without waiting for its execution.
 
         Raises:
-            DrafterLostError: it is lost.
+            DrafterLostError: the process is lost.
         """
         self._serial += name in FRESH
         self._question += name in QUESTIONS
@@ -139,7 +139,7 @@ class DrafterProcess:
         try:
             if unused:
                 self.channel.send((self._serial, self._question, "forget", pickle.dumps((unused,))))
-            # What cannot be read there is then an error of this message, and not of all that follow.
+            # Pickled twice, so that content that cannot be read is an error of this message only.
             self.channel.send((self._serial, self._question, name, pickle.dumps(content)))
         except BlockingIOError:
             raise self._silent(self.placement.draft_timeout_s) from None
@@ -147,26 +147,26 @@ class DrafterProcess:
             raise self._lost() from None
 
     def keep(self) -> SavedThere:
-        """A name for something that the other side is to keep, for as long as this object is kept here."""
+        """A key for a row saved on the other side, which deletes it after this object is garbage-collected."""
         saved = SavedThere(next(self._keys))
-        # An object may go at any time, in the middle of a message too, so this is not the time for one.
+        # Garbage collection may happen in the middle of a message, so none is sent from there.
         weakref.finalize(saved, self._unused.append, saved.key)
         return saved
 
     def answer(self, timeout_s: float | None = None) -> Any:
-        """What the other side answers; after an error it does nothing until the next of `FRESH`.
+        """Waits for an answer; after an error the other side ignores messages until the next of `FRESH`.
 
         Args:
-            timeout_s: how long to wait; None for the placement's.
+            timeout_s: None for the placement's.
 
         Raises:
-            DrafterLostError: it is lost, and has been ended; or it has failed.
-            ValueError: it cannot do what it was told.
+            DrafterLostError: the process is lost and was killed, or it has failed.
+            ValueError: it refuses the message.
         """
         timeout_s = self.placement.draft_timeout_s if timeout_s is None else timeout_s
         serial = question = -1
         kind, content = "", None
-        # What nobody has waited for may come first: an error, or the answer to a question that was interrupted.
+        # Older messages may come first: an error, or the answer to a request that was interrupted.
         while serial != self._serial or (kind == "answer" and question != self._question):
             try:
                 serial, question, kind, content = self.channel.receive(timeout_s)
@@ -182,7 +182,7 @@ class DrafterProcess:
 
     def _silent(self, timeout_s: float) -> DrafterLostError:
         if self._process is not None:
-            self._process.kill()  # it would not hear anything else
+            self._process.kill()  # it does not read messages
         self.close()
         ended = "was given up: end it on its machine" if self._process is None else "was ended"
         return DrafterLostError(
@@ -196,28 +196,28 @@ class DrafterProcess:
         code = None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._process.wait(GRACE_S)  # its end of the channel goes a moment before it
+                code = self._process.wait(GRACE_S)  # its end of the channel closes a moment before it ends
         self.close()
         return DrafterLostError("the drafter's process has ended" + ("" if code is None else f", exit code {code}"))
 
 
-def _started(placement: Placement) -> tuple[subprocess.Popen[bytes], Channel]:
-    """A process of this machine, which imports its libraries while others load their models."""
+def _start_process(placement: Placement) -> tuple[subprocess.Popen[bytes], Channel]:
+    """Starts a process on this machine, which imports its libraries while the target loads."""
     ours, theirs = socket.socketpair()
     with theirs, on_cpus(placement.draft_cpus):
         process = subprocess.Popen(
-            # -P: the folder that the user is in is no place for modules.
+            # -P: no modules from the current folder.
             [sys.executable, "-P", "-c", WORKER, str(theirs.fileno()), str(Path(__file__).parents[3])],
-            stdin=subprocess.PIPE,  # its end tells that this process has ended, however that came
+            stdin=subprocess.PIPE,  # closes when this process ends, for whatever reason
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C is for this side, which then ends the other
+            start_new_session=True,  # Ctrl-C reaches only this side, which then ends the other
         )
     return process, Channel(Connection(ours.detach()))
 
 
 def _end(channel: Channel, process: subprocess.Popen[bytes] | None, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a fork of the process that has it
+        return  # a fork of the owner
     with contextlib.suppress(OSError):
         channel.send((0, 0, "end", ()))
     channel.close()
@@ -226,7 +226,7 @@ def _end(channel: Channel, process: subprocess.Popen[bytes] | None, owner: int) 
     assert process.stdin is not None
     with contextlib.suppress(OSError):
         process.stdin.close()
-    process.terminate()  # it has nothing to save, and may not have begun to listen
+    process.terminate()  # it has nothing to save, and may not read messages yet
     try:
         process.wait(GRACE_S)
     except subprocess.TimeoutExpired:
@@ -235,15 +235,10 @@ def _end(channel: Channel, process: subprocess.Popen[bytes] | None, owner: int) 
 
 
 class RemoteDrafter(Drafter):
-    """Stands for a drafter in another process.
-
-    Args:
-        process: that loads it.
-        setup: what it is to load.
-        device: of the target.
+    """Proxy of a drafter in another process.
 
     Raises:
-        ValueError: it cannot be loaded.
+        ValueError: the drafter cannot be loaded.
         DrafterLostError: the process ended while it loaded.
     """
 
@@ -253,11 +248,11 @@ class RemoteDrafter(Drafter):
         self._process = process
         try:
             process.tell("load", setup)
-            self.reserved_tokens, self.max_k, told = process.answer(LOADING_S)
+            self.reserved_tokens, self.max_k, messages = process.answer(LOADING_S)
         except BaseException:
             process.close()
             raise
-        for message in told:
+        for message in messages:
             warnings.warn(message, stacklevel=3)
         self._device = torch.device("cpu")
 
@@ -273,30 +268,30 @@ class RemoteDrafter(Drafter):
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """See `Drafter`; the prompts are in the requests.
 
-        Warns of processors that the other side does not have: then its drafts are made without them.
+        Warns about processors that cannot be sent: drafts are then made without them.
         """
-        known = [_as_known_there(request) for request in requests]
-        if known != list(requests):
+        sendable = [_sendable(request) for request in requests]
+        if sendable != list(requests):
             warnings.warn(
                 "logits processors of this program's main module, without a name, or with what cannot be pickled, such "
                 "as a grammar, are not known to the drafter's process, so fewer drafts are accepted: define them in a "
                 "module that can be imported",
                 stacklevel=2,
             )
-        self._process.tell("join", known)
+        self._process.tell("join", sendable)
 
     def begin(self, lengths: Sequence[int], after: Draft | None) -> None:
-        """Asks for a draft, which `take` waits for."""
+        """Requests a draft, which `take` waits for."""
         asked_s = time.perf_counter()
         self._process.tell("propose", list(lengths), None if after is None else to_lists(after.tokens), asked_s)
 
     def take(self) -> Draft:
-        """Waits for the draft that was asked for; `last_span` then says when it was made."""
+        """Waits for the requested draft and sets `last_span`."""
         tokens, self.last_span = self._process.answer()
         return Draft.chain(from_lists(tokens, self._device))
 
     def rest(self) -> None:
-        """See `DrafterThread`: the other side does one thing after the other."""
+        """Does nothing: the other side executes messages in order."""
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """See `Drafter`."""
@@ -312,7 +307,7 @@ class RemoteDrafter(Drafter):
         self._process.tell("keep", rows.tolist())
 
     def save(self, row: int, most: int) -> SavedThere:
-        """See `Drafter`; it stays where it is."""
+        """See `Drafter`; the state stays in the other process."""
         saved = self._process.keep()
         self._process.tell("save", row, most, saved.key)
         return saved
@@ -322,20 +317,20 @@ class RemoteDrafter(Drafter):
         self._process.tell("restore", row, saved.key, shared)
 
     def passes(self) -> int:
-        """Decoding passes of the draft model since `start`."""
+        """Number of decoding passes of the draft model since `start`."""
         self._process.tell("passes")
         return int(self._process.answer())
 
 
-def _as_known_there(request: Request) -> Request:
-    """A request without the processors that another process does not find by their names."""
-    known = tuple(filter(_is_found_by_name, request.sampling.processors))
-    if known == request.sampling.processors:
+def _sendable(request: Request) -> Request:
+    """The request without processors that another process cannot import."""
+    importable = tuple(filter(_is_importable, request.sampling.processors))
+    if importable == request.sampling.processors:
         return request
-    return replace(request, sampling=replace(request.sampling, processors=known))
+    return replace(request, sampling=replace(request.sampling, processors=importable))
 
 
-def _is_found_by_name(processor: Any) -> bool:
+def _is_importable(processor: Any) -> bool:
     owner = processor if hasattr(processor, "__qualname__") else type(processor)
     try:
         pickle.dumps(processor)
@@ -345,11 +340,7 @@ def _is_found_by_name(processor: Any) -> bool:
 
 
 class SavedThere:
-    """What the other side keeps of a row, as long as this is kept here.
-
-    Args:
-        key: its name there.
-    """
+    """Handle of a row saved on the other side, for as long as this object lives."""
 
     def __init__(self, key: int) -> None:
         self.key = key
