@@ -1,4 +1,4 @@
-"""The drafters: one file each, found by its name, or a module of another package, found by an entry point.
+"""Registry of drafters: one file each, or a module of another package with an entry point.
 
 A drafter is written `name` or `name:setting=value:…`, such as `ngram:max_ngram=5`; its settings are the fields of its
 `Config`.
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from paradraft.models.target import Target, TargetFacts
 
 GROUP = "paradraft.drafters"
-"""The entry points by which other packages add drafters."""
+"""Entry point group for drafters of other packages."""
 LABELS = {"autoregressive": "VSD", "pard": "PARD", "ngram": "n-gram"}
-"""What tables and pictures call drafters; each is accepted in place of the name."""
+"""Names of drafters in tables and plots; each is accepted in place of the name."""
 DRAFT = "draft"
-"""The field of a `Config` that names the draft model; it is given apart from the other settings."""
+"""The field of a `Config` that names the draft model; it is set apart from the other settings."""
 
 
 def load_drafter(drafter: str, target: Target | TargetFacts, *, draft: str | None, runtime: Runtime) -> Drafter:
     """Builds a drafter for a loaded target.
 
     Args:
-        drafter: one of `drafter_names()`, with settings or without.
-        target: whose text is to be guessed; a drafter that cannot run ahead needs the target itself.
-        draft: the draft model; None takes the shipped one.
+        drafter: one of `drafter_names()`, optionally with settings.
+        target: a drafter that cannot run ahead needs a `Target`.
+        draft: the draft model; None for the shipped one.
         runtime: the target's.
 
     Raises:
@@ -45,40 +45,32 @@ def load_drafter(drafter: str, target: Target | TargetFacts, *, draft: str | Non
 
 
 def check_draft(drafter: str, draft: str | None, target: str) -> None:
-    """Raises ValueError if a draft model is missing, or given to a drafter that has none, or a setting is wrong."""
-    (name, _), takes_one = split_settings(drafter), takes_draft(drafter)
-    if draft is not None and not takes_one:
+    """Raises ValueError if a draft model is missing or not needed, or if a setting is wrong."""
+    (name, _), takes_model = split_settings(drafter), takes_draft(drafter)
+    if draft is not None and not takes_model:
         raise ValueError(f"drafter {name!r} takes no draft model, but draft={draft!r} was given")
-    if draft is None and takes_one and target != POCKET:
+    if draft is None and takes_model and target != POCKET:
         raise ValueError(f"drafter {name!r} needs a draft model: name its folder or Hugging Face id as draft")
     drafter_config(drafter, draft)
 
 
 def drafter_names() -> list[str]:
-    """The files in `paradraft/drafters`, and what other packages offer."""
+    """The names of all drafters, those of other packages included."""
     return module_names(__path__, GROUP)
 
 
 def takes_draft(drafter: str) -> bool:
-    """Whether a drafter has a draft model.
-
-    Raises:
-        ValueError: there is no such drafter.
-    """
+    """Whether a drafter has a draft model."""
     return DRAFT in _fields(drafter_module(drafter))
 
 
 def branches(drafter: str) -> bool:
-    """Whether a drafter can be asked for drafts of the shape of a tree.
-
-    Raises:
-        ValueError: there is no such drafter.
-    """
+    """Whether a drafter supports trees of a requested shape."""
     return drafter_class(drafter).branching in ("spine", "tree")
 
 
 def drafter_class(drafter: str) -> type[Drafter]:
-    """What a drafter's `build` returns.
+    """The return type of a drafter's `build`.
 
     Raises:
         ValueError: there is no such drafter, or a setting is wrong.
@@ -89,7 +81,7 @@ def drafter_class(drafter: str) -> type[Drafter]:
         raise ValueError(
             f"drafter {drafter!r}: {module.__name__}.build does not say what it returns: add `-> ` and the class"
         )
-    # A Config may say it where settings decide.
+    # A Config may override it, if the class depends on settings.
     chosen: type[Drafter] = getattr(drafter_config(drafter), "drafter_class", built)
     return chosen
 
@@ -107,7 +99,7 @@ def drafter_module(drafter: str) -> ModuleType:
 
 
 def split_settings(spec: str) -> tuple[str, list[str]]:
-    """A name and its settings; a colon that no `setting=` follows belongs to the value before it.
+    """Splits a name from its settings; a colon without a following `setting=` belongs to the value before it.
 
     >>> split_settings("pard:k=4:draft=shape:llama-3.2-1b")
     ('pard', ['k=4', 'draft=shape:llama-3.2-1b'])
@@ -120,11 +112,7 @@ def split_settings(spec: str) -> tuple[str, list[str]]:
 
 
 def setting_names(drafter: str) -> list[str]:
-    """What may be set after a drafter's name: the fields of its `Config`, but for the draft model.
-
-    Raises:
-        ValueError: there is no such drafter.
-    """
+    """The settings of a drafter: the fields of its `Config` without the draft model."""
     return [field for field in _fields(drafter_module(drafter)) if field != DRAFT]
 
 
@@ -133,18 +121,13 @@ def _fields(module: ModuleType) -> list[str]:
 
 
 def drafter_config(drafter: str, draft: str | None = None) -> Any:
-    """The `Config` of a drafter.
-
-    Args:
-        drafter: its name, with settings or without.
-        draft: the draft model; None takes the shipped one.
+    """The `Config` of a drafter; `draft` None is the shipped draft model.
 
     Raises:
-        ValueError: drafter or setting is unknown, a setting is given twice, or its value does not fit.
+        ValueError: drafter or setting is unknown, a setting is repeated, or its value does not fit.
 
-    Example:
-        >>> drafter_config("ngram:max_ngram=5")
-        Config(max_ngram=5)
+    >>> drafter_config("ngram:max_ngram=5")
+    Config(max_ngram=5)
     """
     name, settings = split_settings(drafter)
     module = drafter_module(name)
@@ -154,9 +137,9 @@ def drafter_config(drafter: str, draft: str | None = None) -> Any:
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or key not in known or key in values:
-            told = f"its settings are {', '.join(known)}, each at most once" if known else "it has no settings"
+            hint = f"its settings are {', '.join(known)}, each at most once" if known else "it has no settings"
             apart = "; name the draft model by --draft, or draft=" if key == DRAFT and DRAFT in fields else ""
-            raise ValueError(f"drafter {name!r}: {setting!r} is no setting=value of it; {told}{apart}")
+            raise ValueError(f"drafter {name!r}: {setting!r} is no setting=value of it; {hint}{apart}")
         values[key] = _value(text, hints[key], f"drafter {name!r}: {key}={text!r}")
     if DRAFT in fields:
         values[DRAFT] = POCKET if draft is None else draft
@@ -164,11 +147,7 @@ def drafter_config(drafter: str, draft: str | None = None) -> Any:
 
 
 def drafter_settings(drafter: str) -> dict[str, Any]:
-    """The values of all settings of a drafter, those that its text leaves out among them, but for the draft model.
-
-    Raises:
-        ValueError: as `drafter_config`.
-    """
+    """All settings of a drafter with their values, defaults included, without the draft model."""
     return {name: value for name, value in vars(drafter_config(drafter)).items() if name != DRAFT}
 
 
@@ -177,11 +156,7 @@ ALLOWED = {int: "a whole number", float: "a number", bool: "true or false", type
 
 
 def _value(text: str, hint: Any, what: str) -> Any:
-    """Reads a value of a type: int, float, bool, str, a literal, None, or a choice of them.
-
-    Raises:
-        ValueError: it is none; the message begins with `what`.
-    """
+    """Parses a value by its type hint: int, float, bool, str, a literal, None, or a union of them."""
     hints = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for kind in sorted(hints, key=lambda kind: kind is str):  # any text is a str
         if get_origin(kind) is Literal and text in map(str, get_args(kind)):

@@ -1,6 +1,6 @@
-"""VSD: a small model drafts one token after the other (Leviathan et al. 2023; Chen et al. 2023).
+"""VSD: a small draft model drafts token by token (Leviathan et al. 2023; Chen et al. 2023).
 
-With trained prompt tokens of its own it drafts the same tokens in fewer passes (Chen et al. 2024, PPD, section 5.3).
+With trained prompt tokens it drafts the same tokens in fewer passes (Chen et al. 2024, PPD, section 5.3).
 
 Shape letters: B rows of a batch, M pending tokens, N guesses, R the last pending token and all guesses, A tokens that a
 pass yields, K drafted tokens, P prompt tokens, V vocabulary.
@@ -35,9 +35,9 @@ from paradraft.tree import ABSENT, Tree
 from paradraft.verify.match import accepted_path
 
 SIZE, MOST_SIZE = 6, 512
-"""Guesses and prompt tokens of a pass: where nothing is said, and at most."""
+"""Guesses and prompt tokens of a pass: default and maximum."""
 PROMPTS = 3
-"""Prompt tokens after a guess, of those that were trained."""
+"""Most prompt tokens used after a guess."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,18 +67,15 @@ class Config:
 
     @property
     def drafter_class(self) -> type[AutoregressiveDrafter]:
-        """What is built."""
+        """The drafter class for these settings."""
         return AutoregressiveDrafter if self.prompts is None else PromptedDrafter
 
 
 class AutoregressiveDrafter(Drafter):
     """K passes of a small causal LM.
 
-    After a round its cache holds all committed tokens but the pending ones: the target's own
-    token, and after a full acceptance also the last drafted token, which was never read.
-
-    Args:
-        lm: the draft model.
+    After a round its cache holds all committed tokens but the pending ones: the target's own token, and after a full
+    acceptance also the last drafted token, which was never read.
     """
 
     branching: Literal["chain", "spine"] = "spine"
@@ -91,9 +88,9 @@ class AutoregressiveDrafter(Drafter):
         self._tree: Tree | None = None
         self._pending: list[list[int]] = []
         self._guessed: list[list[int]] = []
-        """By row what was drafted after the committed tokens, along the best path."""
+        """By row, the tokens drafted after the committed ones, along the best path."""
         self._committed: list[int] = []
-        """By row how many tokens of the cache are committed."""
+        """By row, the number of committed tokens in the cache."""
 
     @property
     def models(self) -> tuple[CausalLM, ...]:
@@ -101,21 +98,21 @@ class AutoregressiveDrafter(Drafter):
         return (self.lm,)
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
-        """Forgets all rows."""
+        """See `Drafter`."""
         self._sampler, self._tree = Sampler(drafting=drafting, device=device, faster=self.lm.draw), drafting.tree
         self.lm.start()
         self._committed, self._pending, self._guessed = [], [], []
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """Remembers the prompts; they are read when a draft is wanted for the first time."""
+        """Stores the prompts; the prefill happens at the first draft."""
         self._sampler.join(requests)
         self.lm.join(len(requests))
         self._pending += [list(request.tokens) for request in requests]
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """Reads what is pending, then drafts token by token; a tree's side branches are the next best tokens.
+        """Reads the pending tokens, then drafts token by token; a tree's side branches are the next best tokens.
 
-        A draft to go on after is read like what is pending, and dropped again with what is drafted.
+        The tokens of `after` are read like pending ones, and dropped again with the drafted ones.
         """
         device, k = self.lm.device, max(lengths)
         self._committed, self._guessed = self.lm.lengths, [[] for _ in lengths]
@@ -128,31 +125,31 @@ class AutoregressiveDrafter(Drafter):
         unread = [row if length else [] for row, length in zip(unread, lengths, strict=True)]
         if max(map(len, unread)) >= self.lm.width:
             unread = self.lm.prefill(unread).last
-        reading, numbers = ragged.from_lists(unread, device), list(map(len, unread))
-        last_B1 = upload([[max(number - 1, 0)] for number in numbers], device)
+        reading, read_counts = ragged.from_lists(unread, device), list(map(len, unread))
+        last_B1 = upload([[max(count - 1, 0)] for count in read_counts], device)
         lengths_B1 = upload(lengths, device)[:, None]
         best_BK = torch.empty(len(lengths), 0, dtype=torch.long, device=device)
-        found: list[Candidates] = []
+        candidates: list[Candidates] = []
         for depth in range(k):
             logits_B1V = self.lm.forward(reading, logit_rows=last_B1).logits
-            self.lm.advance(numbers)
-            if not found:
+            self.lm.advance(read_counts)
+            if not candidates:
                 last_B1 = torch.zeros_like(last_B1)
                 self._committed = [
                     read - len(guessed) if length else read
                     for read, guessed, length in zip(self.lm.lengths, self._guessed, lengths, strict=True)
                 ]
-            found.append(sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), best_BK))
-            best_B1 = found[-1].tokens[:, :, 0].masked_fill(lengths_B1 <= depth, ABSENT)
+            candidates.append(sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), best_BK))
+            best_B1 = candidates[-1].tokens[:, :, 0].masked_fill(lengths_B1 <= depth, ABSENT)
             best_BK = torch.cat([best_BK, best_B1], dim=1)
             reading = best_B1.masked_fill(lengths_B1 <= depth + 1, ABSENT)
-            numbers = [int(length > depth + 1) for length in lengths]
+            read_counts = [int(length > depth + 1) for length in lengths]
         self._pending = [[] if length else row for row, length in zip(self._pending, lengths, strict=True)]
         self._guessed = ragged.joined(self._guessed, ragged.to_lists(best_BK))
-        return assemble(joined(found), self._tree, aside=0.0, faster=grow)
+        return assemble(joined(candidates), self._tree, aside=0.0, faster=grow)
 
     def commit(self, new: Committed) -> None:
-        """Drops the rejected tokens from the cache; what it has not read becomes pending."""
+        """Drops the rejected tokens from the cache; committed tokens that it has not read become pending."""
         kept, unread = [], []
         for row, (best, tokens) in enumerate(zip(self._guessed, ragged.to_lists(new.tokens), strict=True)):
             followed = takewhile(lambda pair: pair[0] == pair[1], zip(best, tokens[:-1], strict=False))
@@ -164,31 +161,31 @@ class AutoregressiveDrafter(Drafter):
         self._sampler.commit(new)
 
     def keep(self, rows: Tensor) -> None:
-        """Forgets the other rows."""
+        """See `Drafter`."""
         self._pending = [self._pending[row] for row in rows.tolist()]
         self._sampler.keep(rows)
         self.lm.keep(rows)
 
     def save(self, row: int, most: int) -> SavedRow:
-        """What the cache holds of a row."""
+        """The row of the KV cache."""
         return self.lm.save(row, most)
 
     def restore(self, row: int, saved: SavedRow, shared: int) -> None:
-        """Reads only what the cache of the other row did not hold."""
+        """Reuses the common prefix of the saved row; the rest of the prompt stays pending."""
         known = self.lm.restore(row, saved, min(shared, len(self._pending[row]) - 1))
         self._pending[row] = self._pending[row][known:]
 
 
 class PromptedDrafter(AutoregressiveDrafter):
-    """The same drafts in fewer passes: in each, the draft model guesses what its next ones would draw.
+    """The same drafts in fewer passes: the draft model verifies its own guesses of the next tokens (PPD).
 
-    A token that it draws depends on the text and the place alone, so a guess that is what it draws there is as good as
-    drawn. At the beginning of a round nothing is guessed. Drafts are chains.
+    A drawn token depends only on the text and the position, so a guess that equals it is as good as drawn. The first
+    pass of a round has no guesses. Drafts are chains.
 
     Args:
         lm: the draft model.
         prompts: its prompt tokens.
-        size: guesses and prompt tokens of a pass.
+        size: most guesses and prompt tokens of a pass.
     """
 
     branching = "chain"
@@ -199,7 +196,7 @@ class PromptedDrafter(AutoregressiveDrafter):
         self._prompts, self._size, self._shapes = prompts, size, prompts.best(size)
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
-        """Forgets all rows."""
+        """See `Drafter`."""
         super().start(drafting, device)
         self._prompts.start()
 
@@ -209,17 +206,17 @@ class PromptedDrafter(AutoregressiveDrafter):
         self._prompts.join(len(requests))
 
     def keep(self, rows: Tensor) -> None:
-        """Forgets the other rows."""
+        """See `Drafter`."""
         super().keep(rows)
         self._prompts.keep(rows)
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """Reads what is pending, then drafts until each row has as many tokens as it wants."""
+        """Reads the pending tokens, then drafts until each row has its length."""
         device, B, K = self.lm.device, len(lengths), max(lengths)
         self._committed = self.lm.lengths
-        # One more column, for what no row wants.
+        # One more column, for tokens to discard.
         drafted = Draft.chain(torch.full((B, K + 1), ABSENT, device=device))
-        lengths_B, numbers_B = upload(lengths, device), torch.zeros(B, dtype=torch.long, device=device)
+        wanted_B, lengths_B = upload(lengths, device), torch.zeros(B, dtype=torch.long, device=device)
         unread = [row if length else [] for row, length in zip(self._pending, lengths, strict=True)]
         if K and max(map(len, unread)) + self._size > self.lm.width:
             unread = self.lm.prefill(unread).last
@@ -227,33 +224,33 @@ class PromptedDrafter(AutoregressiveDrafter):
         is_first = True
         while any(unread):
             sampler = self._sampler.after(drafted.tokens[:, :K])
-            guesses = self._guess(sampler, lengths_B - numbers_B)
-            found, paths_BR = self._read(sampler, unread, guesses)
-            drafted = _added(drafted, found, paths_BR, numbers_B)
-            numbers_B += (paths_BR != ABSENT).sum(1)
+            guesses = self._guess(sampler, wanted_B - lengths_B)
+            candidates, paths_BR = self._read(sampler, unread, guesses)
+            drafted = _added(drafted, candidates, paths_BR, lengths_B)
+            lengths_B += (paths_BR != ABSENT).sum(1)
             if is_first:
                 self._committed, is_first = self.lm.lengths, False
-            last_B1 = drafted.tokens.gather(1, (numbers_B - 1).clamp(min=0)[:, None])
-            unread = ragged.to_lists(last_B1.masked_fill((numbers_B >= lengths_B)[:, None], ABSENT))
+            last_B1 = drafted.tokens.gather(1, (lengths_B - 1).clamp(min=0)[:, None])
+            unread = ragged.to_lists(last_B1.masked_fill((lengths_B >= wanted_B)[:, None], ABSENT))
         self._pending = [[] if length else row for row, length in zip(self._pending, lengths, strict=True)]
         drafted = drafted.where((drafted.tokens != ABSENT) & (torch.arange(K + 1, device=device) < K))
         self._guessed = ragged.to_lists(drafted.tokens)
         return drafted
 
     def _guess(self, sampler: Sampler, lacking_B: Tensor) -> Draft:
-        """Guesses of what the next passes would draw, and prompt tokens, for rows that lack more than one token."""
+        """Guesses of the next tokens, and prompt tokens, for rows that lack more than one token."""
         logits_BPV = self._prompts.logits
-        places_1P = torch.arange(logits_BPV.shape[1], device=lacking_B.device)[None]
-        found = sampler.guesses_at(logits_BPV, places_1P, self._shapes.ranks)
-        guesses = self._prompts.draft(self._shapes, found, lacking_B > 1)
-        # A guess of depth d is followed by the token d + 2 of this pass.
+        depths_1P = torch.arange(logits_BPV.shape[1], device=lacking_B.device)[None]
+        candidates = sampler.guesses_at(logits_BPV, depths_1P, self._shapes.ranks)
+        guesses = self._prompts.draft(self._shapes, candidates, lacking_B > 1)
+        # A guess of depth d yields the token d + 2 of this pass.
         return guesses.where((guesses.tokens != ABSENT) & (depths(guesses.parents) < lacking_B[:, None] - 1))
 
     def _read(self, sampler: Sampler, unread: list[list[int]], guesses: Draft) -> tuple[Candidates, Tensor]:
-        """Reads tokens and the guesses after them, and keeps those that the draft model draws itself.
+        """Reads tokens and the guesses after them, and keeps the guesses that the draft model draws itself.
 
         Returns:
-            What it draws after each of them; which of these `[B, A]` go on with the draft, then `ABSENT`.
+            Candidates after each of them; indices `[B, A]` of those that continue the draft, then `ABSENT`.
         """
         reading_BM = ragged.from_lists(unread, self.lm.device)
         B, M = reading_BM.shape
@@ -265,8 +262,8 @@ class PromptedDrafter(AutoregressiveDrafter):
         assert guesses.probes is not None
         out, probes = forward_with_probes(self.lm, guesses.probes, tokens_BM, parents_BM, rows_BR)
         texts = texts_before(guesses.tokens, guesses.parents) if sampler.reads_text else None
-        found = sampler.candidates_at(out.logits, depths_after(guesses.parents), 1, texts)
-        parts = (guesses.tokens, guesses.parents, found.tokens[:, :, 0])
+        candidates = sampler.candidates_at(out.logits, depths_after(guesses.parents), 1, texts)
+        parts = (guesses.tokens, guesses.parents, candidates.tokens[:, :, 0])
         rows = zip(unread, *(part.tolist() for part in parts), strict=True)
         paths = [accepted_path(*guessed) if row else [] for row, *guessed in rows]
         self.lm.accept_path(
@@ -275,14 +272,14 @@ class PromptedDrafter(AutoregressiveDrafter):
         last = [path[-1] if path else -1 for path in paths]
         self._prompts.commit(probes.after(upload(last, last_B1.device)))
         taken = [[0, *(node + 1 for node in path)] if row else [] for row, path in zip(unread, paths, strict=True)]
-        return found, ragged.from_lists(taken, last_B1.device)
+        return candidates, ragged.from_lists(taken, last_B1.device)
 
 
-def _added(drafted: Draft, found: Candidates, paths_BA: Tensor, numbers_B: Tensor) -> Draft:
-    """A draft with some of these candidates after each row's `numbers_B` tokens; its last column takes what is none."""
+def _added(drafted: Draft, candidates: Candidates, paths_BA: Tensor, lengths_B: Tensor) -> Draft:
+    """Writes the candidates at `paths_BA` after each row's `lengths_B` tokens; the last column takes absent ones."""
     last = drafted.tokens.shape[1] - 1
     is_none_BA = paths_BA == ABSENT
-    columns_BA = numbers_B[:, None] + torch.arange(paths_BA.shape[1], device=paths_BA.device)
+    columns_BA = lengths_B[:, None] + torch.arange(paths_BA.shape[1], device=paths_BA.device)
     columns_BA = columns_BA.masked_fill(is_none_BA, last).clamp(max=last)
     rows_B1, which_BA = torch.arange(len(paths_BA), device=paths_BA.device)[:, None], paths_BA.clamp(min=0)
 
@@ -293,28 +290,24 @@ def _added(drafted: Draft, found: Candidates, paths_BA: Tensor, numbers_B: Tenso
             before = new.new_zeros(len(new), last + 1, *new.shape[2:])
         return before.index_put((rows_B1, columns_BA), new[rows_B1, which_BA])
 
-    tokens = put(drafted.tokens, found.tokens[:, :, 0])
+    tokens = put(drafted.tokens, candidates.tokens[:, :, 0])
     assert tokens is not None
     return Draft(
         tokens=tokens,
         parents=drafted.parents,
-        probs=put(drafted.probs, None if found.probs is None else found.probs[:, :, 0]),
-        confidence=put(drafted.confidence, found.confidence),
+        probs=put(drafted.probs, None if candidates.probs is None else candidates.probs[:, :, 0]),
+        confidence=put(drafted.confidence, candidates.confidence),
     )
 
 
 def build(config: Config, target: Target | TargetFacts, runtime: Runtime) -> AutoregressiveDrafter:
-    """Loads the draft model.
-
-    Raises:
-        ValueError: it does not exist, or its vocabulary does not fit the target's, or the prompt tokens do not fit it.
-    """
+    """Loads the draft model, and its prompt tokens if there are any."""
     size = config.size or SIZE
     if config.prompts is not None:
-        runtime = replace(runtime, width=max(runtime.width, size + 2))  # beside tokens that are not read
+        runtime = replace(runtime, width=max(runtime.width, size + 2))  # beside pending tokens
     lm = load_draft_lm(locate(config.draft, "draft"), target, runtime)
     if config.prompts is None:
         return AutoregressiveDrafter(lm)
     head = read_head(config.prompts, "ppd", lm.model.config)
-    number = min(head.setting("prompt_tokens", int), PROMPTS)
-    return PromptedDrafter(lm, PromptTokens(lm, head, number), size)
+    prompts = min(head.setting("prompt_tokens", int), PROMPTS)
+    return PromptedDrafter(lm, PromptTokens(lm, head, prompts), size)

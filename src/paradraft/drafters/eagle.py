@@ -1,11 +1,11 @@
-"""EAGLE: one decoder layer on the target's states drafts one token after the other (Li et al. 2024, section 3.1).
+"""EAGLE: one decoder layer on the target's hidden states drafts token by token (Li et al. 2024, section 3.1).
 
 The layer reads, for each token, its embedding and a state, joined by a linear layer: for a committed token the state
-from which the target predicted it, for a drafted one what the layer returned in its place. What it returns goes through
-the target's output head.
+from which the target predicted it, for a drafted one the layer's own output instead. The output goes through the
+target's output head.
 
-A tree that grows to a budget grows as in EAGLE-2 (Li et al. 2024b, section 4): from depth to depth the likeliest nodes
-are expanded, each after its own tokens, and of all nodes the likeliest are drafted.
+A tree with a budget grows as in EAGLE-2 (Li et al. 2024b, section 4): at each depth the likeliest nodes are expanded,
+each after its own path, and of all nodes the likeliest are drafted.
 
 Shape letters: B rows of a batch, K drafted tokens, D hidden size, W nodes that are expanded at a depth, X all of these.
 """
@@ -43,13 +43,7 @@ class Config:
 
 
 class EagleDrafter(LayersDrafter):
-    """K passes of the layer.
-
-    Args:
-        target: whose tokens and states are read.
-        head: the checkpoint.
-        runtime: the target's.
-    """
+    """K passes of the layer."""
 
     branching = "tree"
 
@@ -67,9 +61,9 @@ class EagleDrafter(LayersDrafter):
         return self._join(torch.cat([embeddings.to(states.dtype), states], dim=-1))
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """Reads what is not read, then drafts token by token.
+        """Reads the pending tokens, then drafts token by token.
 
-        The side branches of a tree of fixed paths hold the next best tokens after the best ones.
+        The side branches of a tree of fixed paths hold the next best tokens after the best path.
         """
         able = self.layers.able(lengths)
         if self._tree is not None and self._tree.budget is not None and max(able):
@@ -90,7 +84,7 @@ class EagleDrafter(LayersDrafter):
         def expand(depth: int, new_BW: Tensor, slot_BW: Tensor) -> Tensor:
             nonlocal states_BWD, before_BX, vectors_BXD
             vectors_BWD = layers.joined(target.embed(new_BW), gathered(states_BWD, slot_BW))
-            last = before_BX.shape[1] - states_BWD.shape[1]  # where the expanded nodes of the depth before begin
+            last = before_BX.shape[1] - states_BWD.shape[1]  # index of the first expanded node of the previous depth
             before_BX = torch.cat([before_BX, slot_BW + last if depth > 1 else torch.full_like(slot_BW, -1)], dim=1)
             vectors_BXD = torch.cat([vectors_BXD, vectors_BWD], dim=1)
             read_BXD = layers.look(present_B1.expand_as(before_BX), before_BX, vectors_BXD)
@@ -103,10 +97,6 @@ class EagleDrafter(LayersDrafter):
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> EagleDrafter:
-    """Loads the layer.
-
-    Raises:
-        ValueError: there is none, or it was trained for another target.
-    """
+    """Loads the layer."""
     head = read_head(locate(config.draft, "eagle"), "eagle", target.lm.model.config)
     return EagleDrafter(target.lm, head, runtime)

@@ -1,11 +1,12 @@
-"""ParallelSpec inside EAGLE: one decoder layer on the target's states drafts K tokens in one pass (Xiao et al. 2024).
+"""ParallelSpec inside EAGLE: one decoder layer on the target's hidden states drafts K tokens in one pass (Xiao et al.
+2024).
 
 The layer reads, for each committed token, its embedding and the state from which the target predicted it, joined by a
-linear layer (EAGLE, Li et al. 2024, section 3.1), then K - 1 masks (ParallelSpec, sections 4.1 and 4.3). What it
-returns for the last token and for each mask goes through the target's output head.
+linear layer (EAGLE, Li et al. 2024, section 3.1), then K - 1 masks (ParallelSpec, sections 4.1 and 4.3). Its outputs
+for the last token and for each mask go through the target's output head.
 
-A mask has an embedding, for each place of the draft or one for all. What stands where a token has its state the paper
-does not say: a learned vector for all masks, as in P-EAGLE, or the state before the last committed token.
+Masks have an embedding per position of the draft, or one for all. The paper does not define the state of a mask: it is
+a learned vector for all masks, as in P-EAGLE, or the state before the last committed token.
 
 Shape letters: B rows of a batch, K drafted tokens, D hidden size.
 """
@@ -40,13 +41,7 @@ class Config:
 
 
 class EagleParallelDrafter(LayersDrafter):
-    """One pass over tokens with their states, and masks.
-
-    Args:
-        target: whose tokens and states are read.
-        head: the checkpoint.
-        runtime: the target's.
-    """
+    """One pass over tokens with their states, and masks."""
 
     branching = "tree"
 
@@ -65,15 +60,11 @@ class EagleParallelDrafter(LayersDrafter):
         return self._joined(*self.masks(states_BD, k))
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """Reads what is not read, then masks, and draws all tokens."""
+        """Reads the pending tokens and masks, and draws all tokens."""
         return self.in_one_pass(lengths, self._masks)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> EagleParallelDrafter:
-    """Loads the layer.
-
-    Raises:
-        ValueError: there is none, or it was trained for another target.
-    """
+    """Loads the layer."""
     head = read_head(locate(config.draft, "eagle_parallel"), "eagle_parallel", target.lm.model.config)
     return EagleParallelDrafter(target.lm, head, runtime)

@@ -1,4 +1,4 @@
-"""Hydra: Medusa's heads, each of which also reads the tokens drafted before its own (Ankner et al. 2024, section 3).
+"""Hydra: Medusa heads that also read the tokens drafted before their own (Ankner et al. 2024, section 3).
 
 Head i reads the state h from which the last committed token was predicted, the embedding of that token, and those of
 the i - 1 tokens drafted after it: logits = W (h + SiLU(A_i [h; e_0; ...; e_{i-1}] + b_i)). W is the target's own head.
@@ -38,12 +38,7 @@ class Config:
 
 
 class HydraDrafter(LastStateDrafter):
-    """K heads, one after the other.
-
-    Args:
-        lm: the target's.
-        head: the checkpoint.
-    """
+    """K heads, evaluated in sequence."""
 
     branching = "spine"
 
@@ -54,37 +49,33 @@ class HydraDrafter(LastStateDrafter):
         width = lm.model.config.hidden_size
         self._blocks = [
             lm.linear(
-                head.tensor(f"blocks.{number}.weight", width, (number + 2) * width),
-                head.tensor(f"blocks.{number}.bias", width),
+                head.tensor(f"blocks.{index}.weight", width, (index + 2) * width),
+                head.tensor(f"blocks.{index}.bias", width),
             )
-            for number in range(self.max_k)
+            for index in range(self.max_k)
         ]
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """One guess after the other; a tree's side branches are the next best tokens."""
+        """Drafts token by token; a tree's side branches are the next best tokens."""
         if (k := max(lengths)) == 0:
             return Draft.empty(len(lengths), self._states_BD.device)
         best_BK = torch.empty(len(lengths), 0, dtype=torch.long, device=self._states_BD.device)
         read_BX = torch.cat([self._states_BD, self._embedded(self._last_B)], dim=1)
-        number = candidates_needed(self._tree)
-        found: list[Candidates] = []
+        count = candidates_needed(self._tree)
+        candidates: list[Candidates] = []
         for depth, block in enumerate(self._blocks[:k]):
-            if found:
+            if candidates:
                 read_BX = torch.cat([read_BX, self._embedded(best_BK[:, -1])], dim=1)
             logits_B1V = self.lm.head((self._states_BD + silu(block(read_BX)))[:, None])
-            found.append(self._sampler.candidates(logits_B1V, depth, number, best_BK))
-            best_BK = torch.cat([best_BK, found[-1].tokens[:, :, 0]], dim=1)
-        return assemble(joined(found), self._tree, aside=0.0, faster=grow)
+            candidates.append(self._sampler.candidates(logits_B1V, depth, count, best_BK))
+            best_BK = torch.cat([best_BK, candidates[-1].tokens[:, :, 0]], dim=1)
+        return assemble(joined(candidates), self._tree, aside=0.0, faster=grow)
 
     def _embedded(self, tokens_B: Tensor) -> Tensor:
         return self._scale * self.lm.embed(tokens_B).to(self._states_BD.dtype)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> HydraDrafter:
-    """Loads the heads.
-
-    Raises:
-        ValueError: there are none, or they were trained for another target.
-    """
+    """Loads the heads."""
     head = read_head(locate(config.draft, "hydra"), "hydra", target.lm.model.config)
     return HydraDrafter(target.lm, head)

@@ -1,22 +1,22 @@
-"""Lookahead decoding: the target makes n-grams in the same pass in which it verifies earlier ones (Fu, Bailis, Stoica &
-Zhang 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding").
+"""Lookahead decoding: the target generates n-grams in the same pass in which it verifies earlier ones (Fu, Bailis,
+Stoica & Zhang 2024, "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding").
 
-No draft model. A draft is one tree of two parts. The *window* makes n-grams: it has W columns of N - 1 guessed tokens,
-one column for each of the next W positions. The first tokens of the columns are a chain after the last committed token,
-and the other tokens of a column follow its first one. The token that the target draws after the last one of a column
-completes an n-gram. The column then drops its first token, takes in the drawn one as its last, and stands a position
-further on: a step of Jacobi iteration. The *guesses* are at most G n-grams from the *pool* of all that were completed:
-those that begin with the last committed token, the latest first.
+No draft model. A draft is one tree of two parts. The *window* generates n-grams: it has W columns of N - 1 guessed
+tokens, one column for each of the next W positions. The first tokens of the columns are a chain after the last
+committed token, and the other tokens of a column follow its first one. The token that the target draws after the last
+one of a column completes an n-gram. The column then drops its first token, appends the drawn one, and moves one
+position on: a step of Jacobi iteration. The *guesses* are at most G n-grams from the *pool* of completed ones: those
+that begin with the last committed token, the latest first.
 
 Four things differ from the authors' code; none of them changes a token of the text:
 
-- Columns belong to positions. After a round in which several tokens were accepted, columns that the text has passed are
-  dropped, and as many begin on the right. The authors move the window by one position in every round. Here a token is
-  guessed again where it was drawn, with the noise of that position.
+- Columns belong to positions. After a round with several accepted tokens, the columns of these positions are dropped,
+  and as many begin on the right. The authors move the window by one position in every round. Here a token is guessed
+  again at the position where it was drawn, with the noise of that position.
 - The first column begins after the last committed token. The authors' first column begins with it.
-- A column begins with N - 1 tokens that follow each other in the committed text. The authors begin with single random
-  tokens of the prompt, and fill one level a round.
-- Tokens of the window can be accepted too: verification does not ask where a node comes from.
+- A column begins with N - 1 consecutive tokens of the committed text. The authors begin with single random tokens of
+  the prompt, and fill one level per round.
+- Tokens of the window can be accepted too: verification does not distinguish the two parts.
 
 Shape letters: B rows of a batch, N tokens of an n-gram, W columns, G guesses.
 """
@@ -37,8 +37,8 @@ from paradraft.models.target import Target
 from paradraft.tree import ABSENT, Tree
 
 SPREAD = 0x9E3779B9
-"""2^32 over the golden ratio: its multiples modulo 2^32 are spread evenly, however many are taken (Knuth, "The Art of
-Computer Programming", volume 3, 6.4)."""
+"""2^32 over the golden ratio: any number of its multiples modulo 2^32 are spread evenly (Knuth, "The Art of Computer
+Programming", volume 3, 6.4)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Config:
 
     @property
     def tree(self) -> Tree:
-        """The size of a draft; it has fewer nodes where columns and guesses begin alike.
+        """The largest draft; it has fewer nodes if columns and guesses share prefixes.
 
         >>> Config().tree.nodes, Config().tree.depth
         (56, 10)
@@ -80,10 +80,7 @@ class Config:
 
 
 class Pool:
-    """N-grams by their first token, the latest of each.
-
-    Args:
-        most: how many are kept for one first token.
+    """N-grams by first token; of each first token the `most` latest are kept.
 
     >>> pool = Pool(2)
     >>> for ngram in [1, 2, 3], [1, 4, 5], [1, 2, 3], [1, 6, 7], [8, 9, 9]:
@@ -97,7 +94,7 @@ class Pool:
         self._of_first: dict[int, dict[tuple[int, ...], None]] = {}
 
     def add(self, ngram: list[int]) -> None:
-        """Takes in an n-gram; one that is there already becomes the latest."""
+        """Adds an n-gram; a known one becomes the latest."""
         kept = self._of_first.setdefault(ngram[0], {})
         rest = tuple(ngram[1:])
         kept.pop(rest, None)
@@ -106,26 +103,21 @@ class Pool:
             del kept[next(iter(kept))]
 
     def after(self, first: int) -> list[tuple[int, ...]]:
-        """What follows a first token, the latest first."""
+        """The continuations of a first token, the latest first."""
         return list(reversed(self._of_first.get(first, {})))
 
 
 class Row:
-    """One row of a batch: its text, its window and its pool.
-
-    Args:
-        text: the prompt.
-        config: the drafter's.
-    """
+    """The text, window and pool of one row of a batch."""
 
     def __init__(self, text: list[int], config: Config) -> None:
         self.text = list(text)
         self.columns: dict[int, list[int]] = {}
-        """The window: by the position of its first token, each column's N - 1 tokens."""
+        """The window: N - 1 tokens per column, by the position of the first one."""
         self.pool = Pool(config.guesses)
         self._config = config
         self._ends: dict[int, int] = {}
-        """By the same position, the node of the last draft that has the column's last token."""
+        """By the same position, the node of the column's last token in the last draft."""
         self._add_text_ngrams(0)
 
     def propose(self) -> tuple[list[int], list[int]]:
@@ -138,12 +130,12 @@ class Row:
         return tokens, parents
 
     def commit(self, tokens: list[int], drawn: list[int]) -> None:
-        """Takes in a round.
+        """Updates text, window and pool after a round.
 
         Args:
-            tokens: what it added to the text.
+            tokens: committed in the round.
             drawn: the target's own tokens after the root and after each node, `ABSENT` after a node that was cut off;
-                nothing where they are not known.
+                empty if they are not known.
         """
         columns: dict[int, list[int]] = {}
         for position, column in self.columns.items():
@@ -153,7 +145,7 @@ class Row:
                 self.pool.add([*column, token])
                 columns[position + 1] = [*column[1:], token]
             else:
-                # Its end was not read. The column before it may have moved to its position.
+                # Its last token was not read. The column before it may have moved to its position.
                 columns.setdefault(position, column)
         self._ends = {}
         self.text += tokens
@@ -161,7 +153,7 @@ class Row:
         self._add_text_ngrams(len(self.text) - len(tokens))
 
     def _add_text_ngrams(self, start: int) -> None:
-        """Puts the text's n-grams that end at a position or later into the pool, if that is wanted."""
+        """With `text_ngrams`, adds to the pool the text's n-grams whose last token is at `start` or later."""
         N = self._config.ngram
         if self._config.text_ngrams:
             for end in range(max(start + 1, N), len(self.text) + 1):
@@ -169,9 +161,9 @@ class Row:
 
 
 def new_column(text: list[int], position: int, levels: int) -> list[int]:
-    """The tokens that a column begins with: they follow each other in the text, whose first token follows its last.
+    """The initial tokens of a column: consecutive in the text, which is treated as cyclic.
 
-    Where they are found depends on the column's position and is spread evenly over the text.
+    Where they begin depends on the column's position and is spread evenly over the text.
 
     >>> [new_column([10, 11, 12, 13, 14, 15, 16, 17], position, 3) for position in (8, 9, 10)]
     [[17, 10, 11], [14, 15, 16], [11, 12, 13]]
@@ -181,15 +173,15 @@ def new_column(text: list[int], position: int, levels: int) -> list[int]:
 
 
 def draft_tree(columns: list[list[int]], guesses: Sequence[Sequence[int]]) -> tuple[list[int], list[int], list[int]]:
-    """The tree of a window and of guesses, in which equal siblings are one node.
+    """Merges window and guesses into one tree, in which equal siblings are one node.
 
     The path to the token at level l of column j has the first tokens of columns 0 to j, then levels 1 to l of column j:
-    what that token attends to, as in the paper, and j + l + 1 tokens from the root. The window comes first, so a length
-    policy that leaves the last nodes out leaves guesses out.
+    the tokens that it attends to, as in the paper, and j + l + 1 tokens from the root. The window comes first, so a
+    length policy that drops the last nodes drops guesses.
 
     Args:
         columns: W of N - 1 tokens.
-        guesses: of N - 1 tokens each, which follow the root.
+        guesses: of N - 1 tokens each, after the root.
 
     Returns:
         Tokens and parents of the nodes, and for each column the node of its last token.
@@ -214,7 +206,7 @@ def draft_tree(columns: list[list[int]], guesses: Sequence[Sequence[int]]) -> tu
     nodes: dict[tuple[int, int], int] = {}
 
     def end_of(path: Sequence[int], node: int) -> int:
-        """The last node of a path that begins after a node."""
+        """Adds a path after a node; returns its last node."""
         for token in path:
             child = nodes.setdefault((node, token), len(tokens))
             if child == len(tokens):
@@ -233,17 +225,13 @@ def draft_tree(columns: list[list[int]], guesses: Sequence[Sequence[int]]) -> tu
 
 
 class LookaheadDrafter(Drafter):
-    """Has the target make n-grams, and guesses those that it has made.
+    """Lets the target generate n-grams, and drafts from those completed earlier.
 
-    Each row has a window and a pool of its own, which are a function of its prompt and of its rounds. Columns whose
-    last token was cut off, and all columns of a row that drafts nothing, stay where they are until the text has passed
-    them.
+    Window and pool of a row depend only on its prompt and its rounds. Columns whose last token was cut off, and all
+    columns of a row that drafts nothing, do not move until the text has passed them.
 
-    Length policies do not know that a window pays in later rounds only. `expected` goes back to plain decoding where
-    drafts do not pay at once; `heuristic` cuts them until no column is left to learn from.
-
-    Args:
-        config: N, W and G.
+    Length policies do not know that a window pays only in later rounds. `expected` returns to plain decoding if drafts
+    do not pay at once; `heuristic` cuts them until no column is left to learn from.
     """
 
     branching = "own"
@@ -255,32 +243,32 @@ class LookaheadDrafter(Drafter):
         self._rows: list[Row] = []
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
-        """Forgets all rows."""
+        """See `Drafter`."""
         self._rows, self._device = [], device
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """Begins windows and pools."""
+        """Creates windows and pools."""
         self._rows += [Row(request.tokens, self.config) for request in requests]
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """Window and guesses of the rows that want a draft; whole, what is too deep is cut off later."""
-        found = [row.propose() if length else ([], []) for row, length in zip(self._rows, lengths, strict=True)]
-        tokens, parents = (ragged.from_lists([row[part] for row in found], self._device) for part in range(2))
+        """Window and guesses of the rows that draft; deeper nodes are cut off later."""
+        trees = [row.propose() if length else ([], []) for row, length in zip(self._rows, lengths, strict=True)]
+        tokens, parents = (ragged.from_lists([row[part] for row in trees], self._device) for part in range(2))
         return Draft(tokens=tokens, parents=parents)
 
     def commit(self, new: Committed) -> None:
-        """Takes in the tokens of a round, and what the target drew after the columns."""
+        """Updates the rows with committed tokens and the target's draws after the columns."""
         drawn: list[list[int]] = [[]] * len(self._rows) if new.drawn is None else new.drawn.tolist()
         for row, tokens, own in zip(self._rows, ragged.to_lists(new.tokens), drawn, strict=True):
             row.commit(tokens, own)
 
     def keep(self, rows: Tensor) -> None:
-        """Forgets the other rows."""
+        """See `Drafter`."""
         self._rows = [self._rows[row] for row in rows.tolist()]
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> LookaheadDrafter:
-    """The drafter; what it needs of the target it gets in every round. Warns on a CPU, where wide passes take long."""
+    """Builds the drafter. Warns on a CPU, where wide passes are slow."""
     if target.device.type == "cpu":
         warnings.warn(
             f"lookahead makes passes of up to {1 + config.tree.nodes} tokens, for hardware on which these take hardly "

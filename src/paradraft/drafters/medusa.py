@@ -1,8 +1,8 @@
-"""Medusa: heads on the target's last hidden state guess the next K tokens, each by itself (Cai et al. 2024, 2.1).
+"""Medusa: heads on the target's last hidden state draft the next K tokens independently (Cai et al. 2024, 2.1).
 
 Head i of K is residual blocks and an output head: logits = W (h + SiLU(A_i h + b_i)). It reads the state h from which
-the last committed token was predicted, and guesses the i-th token after that one. W is the target's output head, or one
-of its own, as published.
+the last committed token was predicted, and predicts the i-th token after that one. W is the target's output head, or a
+separate one per head, as published.
 
 Shape letters: B rows of a batch, K heads, D hidden size, V vocabulary.
 """
@@ -38,12 +38,7 @@ class Config:
 
 
 class MedusaDrafter(LastStateDrafter):
-    """K heads on the state after the target's final norm.
-
-    Args:
-        lm: the target's.
-        head: the checkpoint.
-    """
+    """K heads on the state after the target's final norm."""
 
     branching = "tree"
 
@@ -64,10 +59,10 @@ class MedusaDrafter(LastStateDrafter):
         ]
         self._heads: list[Callable[[Tensor], Tensor]] | None = None
         if not head.setting("original_lm_head", bool):
-            self._heads = [lm.linear(head.tensor(f"lm_heads.{number}.weight", rows, width)) for number in blocks]
+            self._heads = [lm.linear(head.tensor(f"lm_heads.{index}.weight", rows, width)) for index in blocks]
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """The guesses of the first `max(lengths)` heads."""
+        """Drafts with the first `max(lengths)` heads."""
         if (k := max(lengths)) == 0:
             return Draft.empty(len(lengths), self._states_BD.device)
         return draft_of_pass(self._sampler, self._tree, self._logits(k))
@@ -76,19 +71,15 @@ class MedusaDrafter(LastStateDrafter):
         """`[B, K, V]` of the first `k` heads."""
         states_BKD = self._states_BD[:, None].expand(-1, k, -1)
         for layer in self._blocks:
-            moved = [block(states_BKD[:, number]) for number, block in enumerate(layer[:k])]
+            moved = [block(states_BKD[:, index]) for index, block in enumerate(layer[:k])]
             states_BKD = states_BKD + silu(torch.stack(moved, dim=1))
         if self._heads is None:
             return self.lm.head(states_BKD)
-        each = [head(states_BKD[:, number]) for number, head in enumerate(self._heads[:k])]
+        each = [head(states_BKD[:, index]) for index, head in enumerate(self._heads[:k])]
         return self.lm.allowed(torch.stack(each, dim=1))
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> MedusaDrafter:
-    """Loads the heads.
-
-    Raises:
-        ValueError: there are none, or they were trained for another target.
-    """
+    """Loads the heads."""
     head = read_head(locate(config.draft, "medusa"), "medusa", target.lm.model.config)
     return MedusaDrafter(target.lm, head)

@@ -1,8 +1,8 @@
 """ParallelSpec inside Medusa: one decoder layer in place of the heads drafts K tokens in one pass (Xiao et al. 2024).
 
 The layer reads the embeddings of the committed tokens, or these plus the states from which the target predicted them,
-then K - 1 masks (sections 4.1 and 4.3). What it returns for the last token and for each mask goes through a norm and
-the target's output head. Which of the two it reads the paper does not say; a checkpoint does.
+then K - 1 masks (sections 4.1 and 4.3). Its outputs for the last token and for each mask go through a norm and the
+target's output head. The paper does not say which of the two it reads; the checkpoint does.
 
 Shape letters: B rows of a batch, K drafted tokens, D hidden size.
 """
@@ -36,13 +36,7 @@ class Config:
 
 
 class MedusaParallelDrafter(LayersDrafter):
-    """One pass over tokens and masks.
-
-    Args:
-        target: whose tokens, and states if it reads them, are read.
-        head: the checkpoint.
-        runtime: the target's.
-    """
+    """One pass over tokens and masks."""
 
     branching = "tree"
 
@@ -55,7 +49,7 @@ class MedusaParallelDrafter(LayersDrafter):
         self.correct_with(head)
 
     def _joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
-        """What the layer reads, `[…, D]`; `states` are `[…, 0]` if it reads embeddings alone."""
+        """The layer's input `[…, D]`; `states` are `[…, 0]` if it reads only embeddings."""
         scaled = self._scale * embeddings
         return scaled + states if states.shape[-1] else scaled
 
@@ -63,15 +57,11 @@ class MedusaParallelDrafter(LayersDrafter):
         return self._joined(*self.masks(states_BD, k))
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """Reads what is not read, then masks, and draws all tokens."""
+        """Reads the pending tokens and masks, and draws all tokens."""
         return self.in_one_pass(lengths, self._masks)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> MedusaParallelDrafter:
-    """Loads the layer.
-
-    Raises:
-        ValueError: there is none, or it was trained for another target.
-    """
+    """Loads the layer."""
     head = read_head(locate(config.draft, "medusa_parallel"), "medusa_parallel", target.lm.model.config)
     return MedusaParallelDrafter(target.lm, head, runtime)

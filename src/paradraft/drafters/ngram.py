@@ -1,9 +1,9 @@
-"""Prompt lookup: what followed the last few tokens earlier in the text will follow again.
+"""Prompt lookup: drafts the tokens that followed the same n-gram earlier in the text.
 
-No model: the longest suffix of the committed tokens, at most `max_ngram` long, that occurs earlier
-is looked up, and the tokens after its latest earlier occurrence are the draft (Saxena 2023,
-"Prompt Lookup Decoding"). The settings that ParallelSpec compares with, n-grams of 3 tokens and 10 drafted
-tokens (Xiao et al. 2024, section 5), are `--drafter ngram:max_ngram=3 -k 10`.
+No model: the draft are the tokens after the latest earlier occurrence of the longest suffix of the committed tokens, at
+most `max_ngram` long, that occurs earlier (Saxena 2023, "Prompt Lookup Decoding"). The settings that ParallelSpec
+compares with, n-grams of 3 tokens and 10 drafted tokens (Xiao et al. 2024, section 5), are
+`--drafter ngram:max_ngram=3 -k 10`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Config:
 
 
 class NgramDrafter(TextDrafter):
-    """Looks the draft up in the committed tokens."""
+    """Drafts from the committed tokens."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """Rows in which nothing is found stay empty."""
-        found = [lookup(text, k, self.config.max_ngram) for text, k in zip(self.texts, lengths, strict=True)]
-        return Draft.chain(ragged.from_lists(found, self.device))
+        """Drafts by `lookup`; rows without a match draft nothing."""
+        drafts = [lookup(text, k, self.config.max_ngram) for text, k in zip(self.texts, lengths, strict=True)]
+        return Draft.chain(ragged.from_lists(drafts, self.device))
 
 
 def lookup(text: list[int], k: int, max_ngram: int) -> list[int]:
@@ -64,5 +64,5 @@ def lookup(text: list[int], k: int, max_ngram: int) -> list[int]:
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> NgramDrafter:
-    """The drafter; it needs nothing of the target."""
+    """Builds the drafter; target and runtime are not used."""
     return NgramDrafter(config)

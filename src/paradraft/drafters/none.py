@@ -18,11 +18,7 @@ class Config:
 
 
 class NoDrafter(Drafter):
-    """Proposes nothing.
-
-    Args:
-        reserved_tokens: those of another drafter, with which this is compared.
-    """
+    """Proposes nothing; `reserved_tokens` are those of a drafter that it is compared with."""
 
     def __init__(self, reserved_tokens: tuple[int, ...] = ()) -> None:
         self.reserved_tokens = reserved_tokens
@@ -37,5 +33,5 @@ class NoDrafter(Drafter):
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> NoDrafter:
-    """The drafter that proposes nothing."""
+    """Builds the drafter."""
     return NoDrafter()

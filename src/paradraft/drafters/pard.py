@@ -1,8 +1,7 @@
-"""PARD: all K tokens in one pass of the draft model (An et al. 2025, section 3.1, Eq. 5).
+"""PARD: drafts K tokens in one pass of the draft model (An et al. 2025, section 3.1, Eq. 5).
 
-The pass reads the tokens committed since the last one, then K - 1 mask tokens. The last committed
-token predicts the first drafted token and each mask one more. Masks never stay in the cache, and
-drafted tokens never enter it.
+The pass reads the tokens committed since the last one, then K - 1 mask tokens. The last committed token predicts the
+first drafted token and each mask one more. Masks never stay in the cache, and drafted tokens never enter it.
 
 Shape letters: B rows of a batch, M pending tokens, K drafted tokens, V vocabulary.
 """
@@ -45,13 +44,13 @@ class Config:
 
 
 class PardDrafter(Drafter):
-    """One pass of a causal LM that was trained to see mask tokens.
+    """One pass of a causal LM that was trained with mask tokens.
 
     Args:
         lm: the draft model.
-        mask_id: its mask token.
-        masks: how many ids from there on are masks, each for one place of the draft; the last for all later ones.
-        previous: tells masks the tokens drafted before them, if the model has such a head.
+        mask_id: its first mask token.
+        masks: number of consecutive mask ids, one per position of the draft; the last for all later ones.
+        previous: corrects the logits by the tokens drafted before, if the model has such a head.
     """
 
     branching = "tree"
@@ -63,7 +62,7 @@ class PardDrafter(Drafter):
     ) -> None:
         self.lm = lm
         self._correction = None if previous is None else Correction(lm, previous)
-        self._layers = () if previous is None else (FINAL_NORM,)  # whose states it corrects
+        self._layers = () if previous is None else (FINAL_NORM,)  # the states that it corrects
         self.mask_id = mask_id
         self.masks = masks
         self.reserved_tokens = tuple(range(mask_id, mask_id + masks))
@@ -76,23 +75,23 @@ class PardDrafter(Drafter):
         return (self.lm,)
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
-        """Forgets all rows."""
+        """See `Drafter`."""
         self._sampler, self._tree = Sampler(drafting=drafting, device=device, faster=self.lm.draw), drafting.tree
         self.lm.start()
         self._pending = []
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """Remembers the prompts; they are read when a draft is wanted for the first time."""
+        """Stores the prompts; the prefill happens at the first draft."""
         self._sampler.join(requests)
         self.lm.join(len(requests))
         self._pending += [list(request.tokens) for request in requests]
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """Reads [pending tokens, mask × (k - 1)] and draws all k tokens; nothing of rows that want no draft.
+        """Reads [pending tokens, mask × (k - 1)] and draws all k tokens; skips rows of length 0.
 
-        Worked example: 3 tokens are pending and k = 4. The pass reads c0 c1 c2 m m m; the logits
-        of c2 and of the three masks are the draft, and c0 c1 c2 stay in the cache. Of a draft to go on after, the
-        tokens stand between c2 and the masks, and do not stay.
+        Worked example: 3 tokens are pending and k = 4. The pass reads c0 c1 c2 m m m; the logits of c2 and of the three
+        masks are the draft, and c0 c1 c2 stay in the cache. The tokens of `after` are read between c2 and the masks,
+        and do not stay.
         """
         device, k = self.lm.device, max(lengths)
         if k == 0:
@@ -103,7 +102,7 @@ class PardDrafter(Drafter):
         if max(map(len, unread)) + max(map(len, ahead)) + k > self.lm.width:
             unread = self.lm.prefill(unread).last
         kept, unread = list(map(len, unread)), ragged.joined(unread, ahead)
-        masks = [self.mask_id + min(place, self.masks - 1) for place in range(k - 1)]
+        masks = [self.mask_id + min(index, self.masks - 1) for index in range(k - 1)]
         texts = [row + masks[: length - 1] if length else [] for row, length in zip(unread, lengths, strict=True)]
         reading = ragged.from_lists(texts, device)
         # After a row's last mask there is no token, so that nothing is computed for these logits.
@@ -116,22 +115,22 @@ class PardDrafter(Drafter):
         return draft_of_pass(sampler, self._tree, out.logits, self._correction, states_BKD)
 
     def commit(self, new: Committed) -> None:
-        """All newly committed tokens are read in the next pass."""
+        """Adds the committed tokens to the pending ones."""
         self._pending = ragged.joined(self._pending, ragged.to_lists(new.tokens))
         self._sampler.commit(new)
 
     def keep(self, rows: Tensor) -> None:
-        """Forgets the other rows."""
+        """See `Drafter`."""
         self._pending = [self._pending[row] for row in rows.tolist()]
         self._sampler.keep(rows)
         self.lm.keep(rows)
 
     def save(self, row: int, most: int) -> SavedRow:
-        """What the cache holds of a row."""
+        """The row of the KV cache."""
         return self.lm.save(row, most)
 
     def restore(self, row: int, saved: SavedRow, shared: int) -> None:
-        """Reads only what the cache of the other row did not hold."""
+        """Reuses the common prefix of the saved row; the rest of the prompt stays pending."""
         known = self.lm.restore(row, saved, min(shared, len(self._pending[row]) - 1))
         self._pending[row] = self._pending[row][known:]
 
@@ -139,12 +138,10 @@ class PardDrafter(Drafter):
 def build(config: Config, target: Target | TargetFacts, runtime: Runtime) -> PardDrafter:
     """Loads the PARD model; its mask token is forbidden in the target's output too.
 
-    Warns:
-        UserWarning: the mask token is a text, which the target can then no longer say.
+    Warns if the mask token has a text, which answers then cannot contain.
 
     Raises:
-        ValueError: it does not exist, its vocabulary does not fit the target's, its `config.json` names no mask
-            token, or one that ends the target's texts.
+        ValueError: the model does not fit the target, or its `config.json` names no mask token, or an end token.
     """
     lm = load_draft_lm(locate(config.draft, "pard"), target, runtime)
     mask_id = mask_token_id(lm.model.config, config.draft)

@@ -1,6 +1,7 @@
-"""PPD: trained prompt tokens in the pass of a target let it guess itself what comes next (Chen et al. 2024).
+"""PPD, parallel prompt decoding: trained prompt tokens in the target's own pass predict the next tokens (Chen et al.
+2024).
 
-There is no draft model and no second pass: `paradraft.models.prompt_tokens` says what the target reads.
+There is no draft model and no second pass; see `paradraft.models.prompt_tokens`.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from paradraft.sources.loading import locate
 from paradraft.tree import Tree
 
 PLANS = "plans.json"
-"""The file beside a checkpoint that `paradraft plan` writes."""
+"""The file in a checkpoint's folder that `paradraft plan` writes."""
 SIZE = 24
-"""Of a pass where nothing is planned."""
+"""Nodes of a pass without a plan."""
 MOST_NODES = 512
-"""Of a pass."""
+"""Most nodes of a pass."""
 MOST_PROMPTS = 16
-"""Prompt tokens after a guess."""
+"""Most prompt tokens after a guess."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What was found to be fastest on a machine.
+    """The fastest size on a machine.
 
     Args:
-        machine: what `machine_of` says.
+        machine: see `machine_of`.
         threads: most threads of a pass.
         rule: the verification rule.
-        temperature: at which guesses were counted.
-        size: of a pass.
-        accuracy: how often guesses are right, by depth and rank.
+        temperature: of the measurement.
+        size: most guesses and prompt tokens of a pass.
+        accuracy: of the guesses, by depth and rank.
     """
 
     machine: str
@@ -68,23 +69,23 @@ class Plan:
 
 
 def machine_of(lm: CausalLM) -> str:
-    """What a plan is for: the CPU or GPU, and the numbers that weights are stored in."""
+    """The key of a plan: name of the CPU or GPU, and dtype of the weights."""
     name = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else cpu_name()
     return f"{name}, {str(lm.model.dtype).removeprefix('torch.')}"
 
 
 def plans_for(lm: CausalLM, plans: Sequence[Plan]) -> list[Plan]:
-    """The plans for the machine that a model is on, of those with the number of threads next to its own."""
+    """The plans for a model's machine whose number of threads is nearest to the model's."""
     own = [plan for plan in plans if plan.machine == machine_of(lm)]
     nearest = min((abs(plan.threads - lm.threads) for plan in own), default=0)
     return [plan for plan in own if abs(plan.threads - lm.threads) == nearest]
 
 
 def read_plans(draft: str) -> list[Plan]:
-    """The plans beside a checkpoint; none if nobody has planned.
+    """The plans in a checkpoint's folder; none without a plan file.
 
     Raises:
-        ValueError: they cannot be read.
+        ValueError: the file cannot be read.
     """
     file = Path(draft) / PLANS
     if not file.is_file():
@@ -96,10 +97,10 @@ def read_plans(draft: str) -> list[Plan]:
 
 
 def write_plan(draft: str, plan: Plan) -> Path:
-    """Adds a plan to those beside a checkpoint, in place of one for the same machine, threads, rule and temperature.
+    """Writes a plan to a checkpoint's folder; replaces one for the same machine, threads, rule and temperature.
 
     Raises:
-        ValueError: the plans that are there cannot be read, or the folder cannot be written.
+        ValueError: existing plans cannot be read, or the folder cannot be written.
     """
     file, made_for = Path(draft) / PLANS, ("machine", "threads", "rule", "temperature")
     others = [each for each in read_plans(draft) if any(getattr(each, key) != getattr(plan, key) for key in made_for)]
@@ -107,8 +108,8 @@ def write_plan(draft: str, plan: Plan) -> Path:
     try:
         write_output(file, text.encode())
     except OSError as error:
-        told = f"give the size as ppd:size={plan.size}"
-        raise ValueError(f"{str(file)!r} cannot be written ({error.strerror}): {told}") from None
+        fix = f"give the size as ppd:size={plan.size}"
+        raise ValueError(f"{str(file)!r} cannot be written ({error.strerror}): {fix}") from None
     return file
 
 
@@ -139,23 +140,18 @@ class Config:
 
     @property
     def tree(self) -> Tree:
-        """The largest draft there may be."""
+        """The largest possible draft."""
         planned = [] if self.size else read_plans(locate(self.draft, "ppd") if self.draft == POCKET else self.draft)
         size = self.size or max((plan.size for plan in planned), default=SIZE)
         return Tree(budget=size, max_depth=self.prompts)
 
 
 class PpdDrafter(Drafter):
-    """Has the target guess, round by round, what it will be asked in the next.
+    """Lets the target predict, in each round, the draft of the next one.
 
-    A row that joins, and one that comes back after rounds without a draft, begins in state 0. Of several plans for this
-    machine, one for the batch's rule is taken, and of these the one with the temperature next to that of its first
-    request.
-
-    Args:
-        target: whose pass the prompt tokens ride in.
-        head: the checkpoint, see `PromptTokens`.
-        config: the size of the drafts.
+    A row that joins, or that drafts again after rounds without a draft, begins in state 0. Of several plans for this
+    machine those for the batch's rule are preferred, and of these the one whose temperature is nearest to that of the
+    first request.
 
     Raises:
         ValueError: the checkpoint is damaged, or has too few prompt tokens.
@@ -183,20 +179,20 @@ class PpdDrafter(Drafter):
 
     @property
     def trees(self) -> tuple[StateTree, ...]:
-        """What is read, by state."""
+        """The tree of each state."""
         return self._shapes.trees
 
     def use(self, trees: Sequence[StateTree]) -> None:
-        """Reads these trees, one for each state, whatever was planned."""
+        """Replaces the planned trees; one per state."""
         self._choices = {None: self._prompts.shapes(trees)}
         self._plans = []
         self._shapes = self._choices[None]
 
     def _planned(self, rule: str, temperature: float) -> Shapes:
-        """The trees for requests like these."""
+        """The trees for a rule and a temperature."""
         plans = dict(enumerate(self._plans))
-        for_rule = [number for number, plan in plans.items() if plan.rule == rule] or list(plans)
-        best = min(for_rule, key=lambda number: abs(plans[number].temperature - temperature), default=None)
+        for_rule = [index for index, plan in plans.items() if plan.rule == rule] or list(plans)
+        best = min(for_rule, key=lambda index: abs(plans[index].temperature - temperature), default=None)
         if best not in self._choices:
             size, accuracy = SIZE, None
             if best is not None:
@@ -205,34 +201,34 @@ class PpdDrafter(Drafter):
         return self._choices[best]
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
-        """Forgets all rows."""
+        """See `Drafter`."""
         self._sampler = Sampler(drafting=drafting, device=device, faster=self._draw)
         self._rule = drafting.rule
         self._prompts.start()
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """Nothing is known of what comes next."""
+        """Adds rows in state 0."""
         if not self._prompts.states:
             self._shapes = self._planned(self._rule, requests[0].sampling.temperature)
         self._sampler.join(requests)
         self._prompts.join(len(requests))
 
     def commit(self, new: Committed) -> None:
-        """Takes in what the target made of the prompt tokens after the last accepted one."""
+        """Stores the target's states of the prompt tokens after the last accepted node."""
         self._sampler.commit(new)
         self._prompts.commit(new.probes)
 
     def keep(self, rows: Tensor) -> None:
-        """Forgets the other rows."""
+        """See `Drafter`."""
         self._sampler.keep(rows)
         self._prompts.keep(rows)
 
-    def candidates(self, number: int) -> Candidates:
-        """What the target guessed of the next places, as far as it did in any row."""
-        return self._sampler.candidates(self._prompts.logits, 0, number)
+    def candidates(self, count: int) -> Candidates:
+        """The target's predictions of the next tokens, to the largest depth of any row."""
+        return self._sampler.candidates(self._prompts.logits, 0, count)
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """Guesses for rows that want some, and prompt tokens for the next round."""
+        """Guesses for rows that draft, and prompt tokens for the next round."""
         device = self._prompts.logits.device
         if not any(lengths):
             return Draft.empty(len(lengths), device)
@@ -240,10 +236,10 @@ class PpdDrafter(Drafter):
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> PpdDrafter:
-    """Loads the prompt tokens into the target's passes.
+    """Loads the prompt tokens.
 
     Raises:
-        ValueError: there are none, they were trained for another target, or they are fewer than wanted.
+        ValueError: there are none, they were trained for another target, or there are too few.
     """
     head = read_head(locate(config.draft, "ppd"), "ppd", target.lm.model.config)
     return PpdDrafter(target, head, config)

@@ -1,4 +1,4 @@
-"""A drafter's candidates, and the draft made of them: a chain, a tree of fixed paths, or a tree grown to a budget.
+"""Candidate tokens, and the draft built from them: a chain, a tree of fixed paths, or a tree grown to a budget.
 
 Shape letters: B rows of a batch, R or K positions, C candidates, N nodes, V vocabulary.
 """
@@ -19,16 +19,17 @@ from paradraft.tree import ABSENT, MOST_CANDIDATES, Tree
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """The tokens that a drafter thinks of for R positions in a row, the best first.
+    """Top-C candidate tokens for R consecutive positions.
 
     Args:
-        tokens: `[B, R, C]` token ids, all different at one position; `INVALID` where the logits have NaN.
-        log_probs: `[B, R, C]` logarithm of the estimated probability that the target takes each;
-            -inf where there are fewer than C, of which none is the first.
-        probs: `[B, R, C, V]` the distribution each token was drawn from, given that the better ones
-            of its position are not it; None if they were chosen deterministically.
-        confidence: `[B, R]` the drafter's largest probability, a function of the distribution alone; None
-            if the prompt does not want it.
+        tokens: `[B, R, C]` token ids, the best first, all different at one position; `INVALID` where the logits have
+            NaN.
+        log_probs: `[B, R, C]` logarithm of the estimated probability that the target takes each; -inf where there are
+            fewer than C, but never for the first.
+        probs: `[B, R, C, V]` the distribution each token was drawn from, with the better ones of its position excluded;
+            None if they were chosen deterministically.
+        confidence: `[B, R]` the drafter's largest probability, a function of the distribution alone; None if not
+            requested.
     """
 
     tokens: Tensor
@@ -40,13 +41,13 @@ class Candidates:
 def _candidates(
     tokens_BRC: Tensor, log_probs_BRC: Tensor, probs_BRCV: Tensor | None = None, *, confidence: Tensor | None
 ) -> Candidates:
-    """Candidates whose tokens are `INVALID` where the draft model's logits are not numbers."""
+    """Builds `Candidates`, with `INVALID` where the draft model's logits are not numbers."""
     tokens_BRC = tokens_BRC.masked_fill(log_probs_BRC.isnan(), INVALID)
     return Candidates(tokens=tokens_BRC, log_probs=log_probs_BRC, probs=probs_BRCV, confidence=confidence)
 
 
 def joined(parts: list[Candidates]) -> Candidates:
-    """Candidates of consecutive positions as one."""
+    """Concatenates candidates of consecutive positions."""
     probs = [part.probs for part in parts if part.probs is not None]
     confidence = [part.confidence for part in parts if part.confidence is not None]
     return Candidates(
@@ -58,7 +59,7 @@ def joined(parts: list[Candidates]) -> Candidates:
 
 
 def candidates_needed(tree: Tree | None) -> int:
-    """How many candidates per position a draft of this shape may use."""
+    """Most candidates per position that a draft of this shape uses."""
     if tree is None:
         return 1
     if tree.paths is not None:
@@ -69,7 +70,7 @@ def candidates_needed(tree: Tree | None) -> int:
 FIRST_POSITIONS = 8
 """Positions whose candidates are computed first: trees seldom reach deeper, and each position costs time."""
 Grow = Callable[..., Tensor | None]
-"""A function like `grow`; it may return None where it cannot serve."""
+"""A faster version of `grow`; returns None for inputs that it does not support."""
 
 
 def assemble(candidates: Candidates, tree: Tree | None, *, aside: float, faster: Grow | None = None) -> Draft:
@@ -78,9 +79,9 @@ def assemble(candidates: Candidates, tree: Tree | None, *, aside: float, faster:
     Args:
         candidates: of K positions.
         tree: the shape; None for the chain of the best.
-        aside: what the estimate of a node is worth when its position's candidates were found after
-            other tokens than its ancestors, in [0, 1]; 0 draws no branches after side branches.
-        faster: does what `grow` does.
+        aside: factor in [0, 1] on the probability of a node below a side branch, where the candidates were computed for
+            other ancestors; 0 draws no nodes below side branches.
+        faster: replaces `grow`.
     """
     if tree is None:
         probs = None if candidates.probs is None else candidates.probs[:, :, 0]
@@ -100,13 +101,13 @@ def assemble_from(
     aside: float,
     faster: Grow | None = None,
 ) -> Draft:
-    """The draft that `assemble` builds of the candidates of K positions, which are asked for as far as it needs them.
+    """`assemble` with candidates that are computed only as far as the tree needs them.
 
-    A tree that has no node at the last of its positions would be the same with more positions.
+    A tree without a node at its last position would be the same with more positions.
 
     Args:
-        candidates_at: what gives the candidates from one position up to another, after the best tokens `[B, D]` before.
-        K: positions that there are.
+        candidates_at: computes the candidates from one position up to another, after the best tokens `[B, D]`.
+        K: number of positions.
         tree: see `assemble`.
         aside: see `assemble`.
         faster: see `assemble`.
@@ -130,12 +131,7 @@ def _grown(candidates: Candidates, budget: int, aside: float, faster: Grow | Non
 
 
 def grow(log_probs_BKC: Tensor, budget: int, *, aside: float) -> Tensor:
-    """The nodes of each row's most promising tree, best first; see `best_first`.
-
-    Args:
-        log_probs_BKC: `[B, K, C]` of the candidates.
-        budget: most nodes of a row.
-        aside: see `assemble`.
+    """The nodes of each row's most probable tree; see `best_first`.
 
     Returns:
         `[3, B, N]` on the CPU: depth, rank and parent of each node, `ABSENT` after a row's last one.
@@ -144,10 +140,10 @@ def grow(log_probs_BKC: Tensor, budget: int, *, aside: float) -> Tensor:
 
 
 def best_first(log_probs_KC: list[list[float]], budget: int, *, aside: float) -> list[tuple[int, ...]]:
-    """The paths of the most promising tree: best first by the estimated probability of the whole path.
+    """The paths of the most probable tree: best-first search by the estimated probability of the whole path.
 
-    Worked example: two positions, the best candidates have probabilities 0.6 and 0.3, then 0.9 and
-    0.05. Behind the second best first token the estimates count half.
+    Worked example: two positions, the best candidates have probabilities 0.6 and 0.3, then 0.9 and 0.05. After the
+    second best first token the estimates are halved.
 
     >>> rows = [[math.log(0.6), math.log(0.3)], [math.log(0.9), math.log(0.05)]]
     >>> best_first(rows, 4, aside=0.5)
@@ -178,32 +174,32 @@ def best_first(log_probs_KC: list[list[float]], budget: int, *, aside: float) ->
 
 
 def _flattened(shapes: list[list[tuple[int, ...]]]) -> Tensor:
-    """Depths, ranks and parents of the nodes that have these paths, row by row, as `grow` returns them."""
+    """Converts each row's paths to depths, ranks and parents, as returned by `grow`."""
     N = max(map(len, shapes))
     nodes: list[list[list[int]]] = [[], [], []]
     for paths in shapes:
         index = {path: node for node, path in enumerate(paths)}
-        filling = [ABSENT] * (N - len(paths))
-        nodes[0].append([len(path) - 1 for path in paths] + filling)
-        nodes[1].append([path[-1] for path in paths] + filling)
-        nodes[2].append([index.get(path[:-1], ABSENT) for path in paths] + filling)
+        padding = [ABSENT] * (N - len(paths))
+        nodes[0].append([len(path) - 1 for path in paths] + padding)
+        nodes[1].append([path[-1] for path in paths] + padding)
+        nodes[2].append([index.get(path[:-1], ABSENT) for path in paths] + padding)
     return torch.tensor(nodes, dtype=torch.long, device="cpu").view(3, len(shapes), N)
 
 
 def _draft(candidates: Candidates, nodes_3BN: Tensor) -> Draft:
-    """The draft that has these nodes: depths, ranks and parents, `ABSENT` where a row has fewer."""
+    """The draft with nodes as returned by `grow`."""
     tokens_BKC, device = candidates.tokens, candidates.tokens.device
-    if device.type == "cuda":  # a GPU is not waited for
+    if device.type == "cuda":  # without synchronization
         nodes_3BN = nodes_3BN.contiguous().pin_memory().to(device, non_blocking=True)
     depth_BN, rank_BN, parents_BN = nodes_3BN.contiguous().unbind()
-    # Of an absent node anything may be taken.
+    # For absent nodes any index will do.
     which_BN = (depth_BN * tokens_BKC.shape[2] + rank_BN).clamp(min=0)
-    is_there_BN = (depth_BN != ABSENT) & (candidates.log_probs.flatten(1).gather(1, which_BN) != -math.inf)
+    is_present_BN = (depth_BN != ABSENT) & (candidates.log_probs.flatten(1).gather(1, which_BN) != -math.inf)
     probs = confidence = None
     if candidates.probs is not None:
         rows_B1 = torch.arange(len(which_BN), device=device)[:, None]
         probs = candidates.probs.flatten(1, 2)[rows_B1, which_BN]
     if candidates.confidence is not None:
         confidence = candidates.confidence.gather(1, depth_BN.remainder(tokens_BKC.shape[1]))
-    tokens_BN = tokens_BKC.flatten(1).gather(1, which_BN).masked_fill(~is_there_BN, ABSENT)
+    tokens_BN = tokens_BKC.flatten(1).gather(1, which_BN).masked_fill(~is_present_BN, ABSENT)
     return Draft(tokens=tokens_BN, parents=parents_BN, probs=probs, confidence=confidence)

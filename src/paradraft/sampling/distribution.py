@@ -1,9 +1,8 @@
-"""From logits to tokens: one rule for target and draft alike.
+"""Sampling from logits: one rule for target and drafter.
 
-Every position of a request has its own random numbers (`noise.py`). A token is drawn as
-argmax(log p + Gumbel noise), which has exactly the distribution p (Gumbel 1954; Maddison, Tarlow &
-Minka 2014, "A* sampling"). Because the noise belongs to the position and not to the step, decoding
-in any number of passes gives the same text.
+Every position of a request has its own random numbers (`noise.py`). A token is drawn as argmax(log p + Gumbel noise),
+which has exactly the distribution p (Gumbel 1954; Maddison, Tarlow & Minka 2014, "A* sampling"). Because the noise
+depends on the position and not on the step, decoding in any number of passes gives the same text.
 
 These are the pure functions; `sampler.py` applies them to the rows of a batch.
 
@@ -23,7 +22,7 @@ from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
 
 LIKELIEST = 1024
-"""How many tokens of a position are sorted for top-p, where they reach p."""
+"""Number of tokens of a position that are sorted for top-p, if their probability reaches p."""
 
 
 def penalized_logits(
@@ -37,22 +36,22 @@ def penalized_logits(
 ) -> Tensor:
     """Logits after bias, penalties and processors, at least in float32.
 
-    The repetition penalty counts prompt and answer, as in `transformers`; presence and frequency
-    penalties count the answer, as in the OpenAI interface.
+    The repetition penalty counts prompt and answer, as in `transformers`; presence and frequency penalties count the
+    answer, as in the OpenAI interface.
 
     Args:
-        logits_BNV: `[B, N, V]` raw logits of any float type.
-        sampling: what to apply.
-        texts_BNT: `[B, N, T]` for each position the tokens before it, prompt first; `ABSENT` may
-            stand anywhere. Not looked at unless `sampling.reads_text`.
-        prompt_lengths_B: `[B]` how many of them are the prompt.
-        eos_ids: tokens that end an answer. Processors are not asked about texts that go on after one, or after a place
-            without a token to choose: decoding never gets there, so these logits are not used, and a processor need
-            not know what to do.
-        limits_B: `[B]` most tokens of an answer, of which the same is true; None for no limit.
+        logits_BNV: raw logits of any float type.
+        sampling: the settings.
+        texts_BNT: the tokens before each position, prompt first; `ABSENT` may be anywhere. Ignored unless
+            `sampling.reads_text`.
+        prompt_lengths_B: number of prompt tokens.
+        eos_ids: tokens that end an answer. Processors are not called for texts with tokens after one, or with an
+            `INVALID` token: decoding never gets there, so these logits are not used, and a processor need not handle
+            such texts.
+        limits_B: most tokens of an answer, after which processors are not called either; None for no limit.
 
     Raises:
-        ValueError: a processor returned something else than logits of the shape that it was given.
+        ValueError: a processor returned something else than logits of the same shape.
     """
     logits = logits_BNV if logits_BNV.dtype == torch.float64 else logits_BNV.float()
     B, N, V = logits.shape
@@ -65,8 +64,8 @@ def penalized_logits(
         penalty = sampling.repetition_penalty
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     if sampling.presence_penalty or sampling.frequency_penalty:
-        place_BNT = (texts_BNT != ABSENT).cumsum(2)
-        counts = _counts(texts_BNT.masked_fill(place_BNT <= prompt_lengths_B[:, None, None], ABSENT), V)
+        index_BNT = (texts_BNT != ABSENT).cumsum(2)
+        counts = _counts(texts_BNT.masked_fill(index_BNT <= prompt_lengths_B[:, None, None], ABSENT), V)
         logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
     if sampling.processors:
         logits = logits.clone()
@@ -76,7 +75,7 @@ def penalized_logits(
         ends = eos_ids | {INVALID}
         is_over = [len(new) >= limit or not ends.isdisjoint(new) for new, limit in zip(answers, limits, strict=True)]
         flat_MV = logits.view(B * N, V)
-        # Texts of one length are given together, as rows of one batch.
+        # Texts of equal length are processed together, as rows of one batch.
         for length in {len(text) for text, over in zip(texts, is_over, strict=True) if not over}:
             rows = [row for row, text in enumerate(texts) if len(text) == length and not is_over[row]]
             scores = flat_MV[rows]
@@ -87,9 +86,9 @@ def penalized_logits(
     return logits
 
 
-def _same_shape(returned: object, given_MV: Tensor) -> Tensor:
-    """What a processor returned. Of another shape, it might fill rows of other texts, and passes differ in these."""
-    shape = tuple(given_MV.shape)
+def _same_shape(returned: object, logits_MV: Tensor) -> Tensor:
+    """Checks a processor's output: another shape could broadcast into rows of other texts, which depend on the pass."""
+    shape = tuple(logits_MV.shape)
     if not isinstance(returned, Tensor):
         raise ValueError(f"a processor returned {one_line(returned)}: return logits of all texts, of the shape {shape}")
     if returned.shape != shape:
@@ -100,29 +99,23 @@ def _same_shape(returned: object, given_MV: Tensor) -> Tensor:
 
 
 def _per_text(numbers_B: Tensor, N: int) -> list[int]:
-    """A row's number for each of its N texts."""
+    """Repeats each row's number for its N texts."""
     return [number for number in numbers_B.tolist() for _ in range(N)]
 
 
 def _counts(texts_BNT: Tensor, vocab_size: int) -> Tensor:
-    """`[B, N, V]` how often each token occurs in each text."""
+    """`[B, N, V]` number of occurrences of each token in each text."""
     B, N, _ = texts_BNT.shape
-    places = texts_BNT.where(texts_BNT >= 0, vocab_size).clamp(max=vocab_size)  # what is no token counts after the end
-    ones = torch.ones_like(places)
-    return torch.zeros(B, N, vocab_size + 1, dtype=torch.long, device=places.device).scatter_add(2, places, ones)[
-        ..., :-1
-    ]
+    ids = texts_BNT.where(texts_BNT >= 0, vocab_size).clamp(max=vocab_size)  # padding is counted at index V
+    ones = torch.ones_like(ids)
+    return torch.zeros(B, N, vocab_size + 1, dtype=torch.long, device=ids.device).scatter_add(2, ids, ones)[..., :-1]
 
 
 def filtered_logits(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
-    """Logits after temperature, top-k, top-p and min-p, at least in float32; what is cut is -inf.
+    """Logits after temperature (above 0), top-k, top-p and min-p, at least in float32; removed tokens are -inf.
 
-    The order and the treatment of ties follow `transformers`: temperature, top-k (ties with the
-    k-th stay), top-p (the token that crosses p stays), min-p.
-
-    Args:
-        logits_BNV: `[B, N, V]` raw logits of any float type.
-        sampling: temperature above 0.
+    The order and the treatment of ties follow `transformers`: temperature, top-k (ties with the k-th stay), top-p (the
+    token that crosses p stays), min-p.
 
     Returns:
         `[B, N, V]`; all NaN at a position whose largest logit is not a finite number.
@@ -144,10 +137,10 @@ def filtered_logits(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _outside_nucleus(logits_BNV: Tensor, p: float) -> Tensor:
-    """Which tokens `[B, N, V]` are not among the fewest likeliest that together reach p; of equal ones the first are.
+    """Mask `[B, N, V]` of the tokens outside the nucleus, the fewest likeliest that reach p; ties in order of id.
 
-    Only the `LIKELIEST` tokens of a position are sorted, and all where those do not reach p: sorting nine positions of
-    a vocabulary of 152,000 takes a CPU 160 ms and more, this a tenth.
+    Only the `LIKELIEST` tokens of a position are sorted, and all if those do not reach p: sorting nine positions of a
+    vocabulary of 152,000 takes a CPU 160 ms and more, this a tenth.
     """
     rows_MV = logits_BNV.flatten(0, -2)
     total_M1 = rows_MV.logsumexp(1, keepdim=True)
@@ -155,7 +148,7 @@ def _outside_nucleus(logits_BNV: Tensor, p: float) -> Tensor:
     def nucleus(ordered: Tensor, total_M1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         probs = (ordered - total_M1).exp()
         reached = probs.cumsum(1)
-        size_M1 = (reached - probs < p).sum(1, keepdim=True).clamp(min=1)  # rounding may say none, and NaN does
+        size_M1 = (reached - probs < p).sum(1, keepdim=True).clamp(min=1)  # 0 by rounding, and for NaN
         return size_M1, ordered.gather(1, size_M1 - 1), reached[:, -1] < p
 
     size_M1, least_M1, is_wider_M = nucleus(rows_MV.topk(min(LIKELIEST, rows_MV.shape[1])).values, total_M1)
@@ -171,10 +164,8 @@ def _outside_nucleus(logits_BNV: Tensor, p: float) -> Tensor:
 
 
 def probabilities(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution `[B, N, V]` that tokens are drawn from, in float64; one-hot when greedy.
-
-    It is all NaN at a position whose largest logit is not a finite number.
-    """
+    """The sampling distribution `[B, N, V]` in float64, one-hot when greedy; all NaN where the largest logit is not
+    finite."""
     if sampling.is_greedy:
         best_BN = best_token(logits_BNV)
         one_hot = torch.nn.functional.one_hot(best_BN.clamp(min=0), logits_BNV.shape[-1]).double()
@@ -183,10 +174,10 @@ def probabilities(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def best_token(scores_BNV: Tensor) -> Tensor:
-    """The token `[B, N]` with the largest score at each position, of equal ones the first.
+    """The token `[B, N]` with the largest score at each position, the first of equal ones.
 
-    It is `INVALID` where the largest score is not a finite number; NaN counts as larger than all numbers. On CPUs NumPy
-    does this, because torch takes eight times as long for nine positions of 151,936 tokens.
+    `INVALID` where the largest score is not a finite number; NaN counts as larger than all numbers. On CPUs this uses
+    NumPy, because torch takes eight times as long for nine positions of 151,936 tokens.
 
     >>> best_token(torch.tensor([[[0.0, 2.0, 1.0], [0.0, 1.0, torch.nan], [-torch.inf] * 3]])).tolist()
     [[1, -2, -2]]
@@ -194,7 +185,7 @@ def best_token(scores_BNV: Tensor) -> Tensor:
     if scores_BNV.device.type == "cpu" and scores_BNV.dtype in (torch.float32, torch.float64):
         rows = scores_BNV.detach().numpy().reshape(-1, scores_BNV.shape[-1])
         best = [row.argmax() for row in rows]
-        found = [token if math.isfinite(row[token]) else INVALID for token, row in zip(best, rows, strict=True)]
-        return torch.tensor(found, dtype=torch.long).view(scores_BNV.shape[:-1])
+        tokens = [token if math.isfinite(row[token]) else INVALID for token, row in zip(best, rows, strict=True)]
+        return torch.tensor(tokens, dtype=torch.long).view(scores_BNV.shape[:-1])
     best_BN1 = scores_BNV.argmax(-1, keepdim=True)
     return best_BN1.where(scores_BNV.gather(-1, best_BN1).isfinite(), INVALID)[..., 0]

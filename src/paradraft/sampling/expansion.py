@@ -1,7 +1,6 @@
-"""Drafts in which every token is thought of after the very tokens before it, depth by depth.
+"""Autoregressive tree drafting: each depth is drafted from the tokens above it (EAGLE-2).
 
-A drafter that can say what follows each of several nodes builds its trees so: EAGLE's layer, and masks that are told
-the tokens before them.
+For drafters that can predict the tokens after each of several nodes: EAGLE, and PARD with a previous-token head.
 
 Shape letters: B rows of a batch, V vocabulary, W nodes that are expanded at a depth, D tokens of a path, C candidates
 after a node, N nodes.
@@ -20,24 +19,24 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT, MOST_CANDIDATES, Tree
 
 EXPANDED = 10
-"""Nodes that are expanded at each depth, and tokens that are thought of after each, as in EAGLE-2's code."""
+"""Nodes expanded at each depth, and candidates after each, as in EAGLE-2's code."""
 Expand = Callable[[int, Tensor, Tensor], Tensor]
-"""What gives the logits `[B, W, V]` after some nodes, from the depth after them, the first being 0, their tokens
-`[B, W]`, and which of the nodes expanded before each follows, `[B, W]`."""
+"""Computes the logits `[B, W, V]` after W nodes, from the depth of their children, the nodes' tokens `[B, W]`, and the
+indices `[B, W]` of their parents among the previously expanded nodes."""
 
 
 def expanded(
     sampler: Sampler, tree: Tree | None, first_B1V: Tensor, expand: Expand, *, k: int, widest: int = MOST_CANDIDATES
 ) -> Draft:
-    """The draft of a round.
+    """Drafts depth by depth.
 
     Args:
-        sampler: chooses the tokens.
+        sampler: of the drafter.
         tree: the shape; None for chains.
         first_B1V: logits after the last committed token.
-        expand: asked depth by depth.
+        expand: see `Expand`.
         k: most tokens of a path.
-        widest: expand no more nodes than this at a depth of a tree that grows.
+        widest: most nodes to expand at a depth of a tree with a budget.
     """
     if tree is None:
         return _chain(sampler, first_B1V, expand, k)
@@ -53,17 +52,17 @@ def _chain(sampler: Sampler, logits_B1V: Tensor, expand: Expand, k: int) -> Draf
     for depth in range(k):
         if depth:
             logits_B1V = expand(depth, tokens_BD[:, -1:], spine_B1)
-        found = sampler.candidates_after(logits_B1V, depth, 1, tokens_BD[:, None])
-        tokens_BD = torch.cat([tokens_BD, found.tokens[:, :, 0]], dim=1)
-        probs.append(found.probs)
-        confidence.append(found.confidence)
+        candidates = sampler.candidates_after(logits_B1V, depth, 1, tokens_BD[:, None])
+        tokens_BD = torch.cat([tokens_BD, candidates.tokens[:, :, 0]], dim=1)
+        probs.append(candidates.probs)
+        confidence.append(candidates.confidence)
     return Draft.chain(tokens_BD, _whole(probs, 0), _whole(confidence))
 
 
 def _whole(parts: list[Tensor | None], rank: int | None = None) -> Tensor | None:
-    """What was found at each depth as one; of candidates with this rank, if there is a choice."""
-    there = [part if rank is None else part[:, :, rank] for part in parts if part is not None]
-    return torch.cat(there, dim=1) if there else None
+    """Concatenates the parts of all depths; only candidates of this rank, unless None."""
+    present = [part if rank is None else part[:, :, rank] for part in parts if part is not None]
+    return torch.cat(present, dim=1) if present else None
 
 
 def _along(
@@ -71,27 +70,29 @@ def _along(
 ) -> Draft:
     """A tree of fixed paths: the children of each node are the candidates after it, by rank."""
     B, device = len(logits_BWV), logits_BWV.device
-    number = min(candidates_needed(tree), logits_BWV.shape[2])
-    paths = tuple(path for path in paths if len(path) <= k and max(path) < number)
-    places = {path: place for place, path in enumerate(paths)}
+    count = min(candidates_needed(tree), logits_BWV.shape[2])
+    paths = tuple(path for path in paths if len(path) <= k and max(path) < count)
+    node_of = {path: node for node, path in enumerate(paths)}
     tokens, probs, confidence = [], [], []
     texts_BWD = torch.empty(B, 1, 0, dtype=torch.long, device=device)
     before: list[tuple[int, ...]] = [()]
     for depth in range(max(map(len, paths), default=0)):
         nodes = [path for path in paths if len(path) == depth + 1]
-        found = sampler.candidates_after(logits_BWV, depth, number, texts_BWD)
+        candidates = sampler.candidates_after(logits_BWV, depth, count, texts_BWD)
         slots = torch.tensor([before.index(path[:-1]) for path in nodes], device=device)
         ranks = torch.tensor([path[-1] for path in nodes], device=device)
-        tokens.append(found.tokens[:, slots, ranks].masked_fill(found.log_probs[:, slots, ranks] == -torch.inf, ABSENT))
-        probs.append(None if found.probs is None else found.probs[:, slots, ranks])
-        confidence.append(None if found.confidence is None else found.confidence[:, slots])
+        tokens.append(
+            candidates.tokens[:, slots, ranks].masked_fill(candidates.log_probs[:, slots, ranks] == -torch.inf, ABSENT)
+        )
+        probs.append(None if candidates.probs is None else candidates.probs[:, slots, ranks])
+        confidence.append(None if candidates.confidence is None else candidates.confidence[:, slots])
         parents = {path[:-1] for path in paths if len(path) == depth + 2}
-        kept = [at for at, path in enumerate(nodes) if path in parents]
+        kept = [index for index, path in enumerate(nodes) if path in parents]
         if kept:
-            before = [nodes[at] for at in kept]
+            before = [nodes[index] for index in kept]
             texts_BWD = torch.cat([texts_BWD[:, slots[kept]], tokens[-1][:, kept, None]], dim=2)
             logits_BWV = expand(depth + 1, tokens[-1][:, kept], slots[kept].expand(B, -1))
-    parents_N = torch.tensor([places.get(path[:-1], ABSENT) for path in paths], device=device)
+    parents_N = torch.tensor([node_of.get(path[:-1], ABSENT) for path in paths], device=device)
     tokens_BN = torch.cat(tokens, dim=1)
     return Draft(
         tokens=tokens_BN, parents=parents_N.expand_as(tokens_BN), probs=_whole(probs), confidence=_whole(confidence)
@@ -99,46 +100,46 @@ def _along(
 
 
 def _likeliest(sampler: Sampler, budget: int, logits_BWV: Tensor, expand: Expand, k: int, widest: int) -> Draft:
-    """A tree that grows as in EAGLE-2 (Li et al. 2024b, section 4): from depth to depth the likeliest nodes are
-    expanded, and of all nodes the likeliest are drafted."""
+    """EAGLE-2 (Li et al. 2024b, section 4): at each depth the likeliest nodes are expanded, and of all nodes the
+    likeliest are drafted."""
     B, device = len(logits_BWV), logits_BWV.device
-    number, widest = min(budget, EXPANDED, MOST_CANDIDATES), min(budget, EXPANDED, widest)
+    count, widest = min(budget, EXPANDED, MOST_CANDIDATES), min(budget, EXPANDED, widest)
     texts_BWD = torch.empty(B, 1, 0, dtype=torch.long, device=device)
-    found = sampler.candidates_after(logits_BWV, 0, number, texts_BWD)
-    tokens_BN, values_BN = found.tokens.flatten(1), found.log_probs.flatten(1)
+    candidates = sampler.candidates_after(logits_BWV, 0, count, texts_BWD)
+    tokens_BN, values_BN = candidates.tokens.flatten(1), candidates.log_probs.flatten(1)
     parents_BN = torch.full_like(tokens_BN, ABSENT)
-    confidence = [found.confidence]
-    level, after_BN = 0, torch.zeros_like(tokens_BN)  # which expanded node of the depth before each node follows
+    confidence = [candidates.confidence]
+    level, after_BN = 0, torch.zeros_like(tokens_BN)  # each node's parent among the expanded nodes
     for depth in range(1, k):
         values_BW, chosen_BW = values_BN[:, level:].topk(min(widest, values_BN.shape[1] - level), dim=1)
         chosen_BW, W = chosen_BW + level, chosen_BW.shape[1]
         new_BW, slot_BW = tokens_BN.gather(1, chosen_BW), after_BN.gather(1, chosen_BW)
         before_BWD = texts_BWD.gather(1, slot_BW[:, :, None].expand(-1, -1, texts_BWD.shape[2]))
         texts_BWD = torch.cat([before_BWD, new_BW[:, :, None]], dim=2)
-        found = sampler.candidates_after(expand(depth, new_BW, slot_BW), depth, number, texts_BWD)
-        level, C = tokens_BN.shape[1], found.tokens.shape[2]
-        tokens_BN = torch.cat([tokens_BN, found.tokens.flatten(1)], dim=1)
-        values_BN = torch.cat([values_BN, (values_BW[:, :, None] + found.log_probs).flatten(1)], dim=1)
+        candidates = sampler.candidates_after(expand(depth, new_BW, slot_BW), depth, count, texts_BWD)
+        level, C = tokens_BN.shape[1], candidates.tokens.shape[2]
+        tokens_BN = torch.cat([tokens_BN, candidates.tokens.flatten(1)], dim=1)
+        values_BN = torch.cat([values_BN, (values_BW[:, :, None] + candidates.log_probs).flatten(1)], dim=1)
         parents_BN = torch.cat([parents_BN, chosen_BW.repeat_interleave(C, dim=1)], dim=1)
         after_BN = torch.arange(W, device=device).repeat_interleave(C).expand(B, -1)
         after_BN = torch.nn.functional.pad(after_BN, (level, 0))
-        confidence.append(found.confidence)
+        confidence.append(candidates.confidence)
     sure = _whole(confidence)
-    sure = None if sure is None else sure.repeat_interleave(found.tokens.shape[2], dim=1)
+    sure = None if sure is None else sure.repeat_interleave(candidates.tokens.shape[2], dim=1)
     return likeliest_nodes(tokens_BN, parents_BN, values_BN, budget, confidence_BN=sure)
 
 
 def likeliest_nodes(
     tokens_BN: Tensor, parents_BN: Tensor, values_BN: Tensor, budget: int, *, confidence_BN: Tensor | None = None
 ) -> Draft:
-    """The draft of the `budget` likeliest of some nodes.
+    """The draft of the `budget` likeliest nodes.
 
     Args:
         tokens_BN: of the nodes.
-        parents_BN: of each node an earlier one, or -1.
-        values_BN: the logarithm of the estimated probability of the path to each; none is above its parent's, so a
-            node's parents are among the likeliest too. -inf for nodes that are none.
-        budget: how many.
+        parents_BN: earlier nodes, or -1.
+        values_BN: log of the estimated probability of the path to each node; never above its parent's, so that the
+            ancestors of a selected node are selected too. -inf for absent nodes.
+        budget: most nodes.
         confidence_BN: see `Draft`.
 
     >>> tokens, parents = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[-1, -1, 0, 1]])
@@ -147,10 +148,10 @@ def likeliest_nodes(
     ([[5, 6, 7]], [[-1, -1, 0]])
     """
     best_BN = values_BN.sort(dim=1, descending=True, stable=True).indices[:, :budget].sort(dim=1).values
-    place_BN = torch.full_like(tokens_BN, ABSENT)
-    place_BN = place_BN.scatter(1, best_BN, torch.arange(best_BN.shape[1], device=best_BN.device).expand_as(best_BN))
+    index_BN = torch.full_like(tokens_BN, ABSENT)
+    index_BN = index_BN.scatter(1, best_BN, torch.arange(best_BN.shape[1], device=best_BN.device).expand_as(best_BN))
     kept_BN = parents_BN.gather(1, best_BN)
-    parents = torch.where(kept_BN == ABSENT, ABSENT, place_BN.gather(1, kept_BN.clamp(min=0)))
+    parents = torch.where(kept_BN == ABSENT, ABSENT, index_BN.gather(1, kept_BN.clamp(min=0)))
     is_none_BN = values_BN.gather(1, best_BN) == -torch.inf
     return Draft(
         tokens=tokens_BN.gather(1, best_BN).masked_fill(is_none_BN, ABSENT),

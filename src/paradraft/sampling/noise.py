@@ -1,4 +1,4 @@
-"""Random numbers that belong to a place and not to a moment: functions of (seed, position, token id) alone.
+"""Counter-based random numbers: pure functions of (seed, position, token id).
 
 Shape letters: B rows of a batch, N positions, V vocabulary.
 """
@@ -19,38 +19,35 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _WORD = 2**64 - 1
 MOST_KEPT_BYTES = 2**26
-"""Of noise that is kept on a CPU: a round asks for that of most positions twice, to draft and to verify."""
+"""Size of the noise cache on a CPU: a round needs the noise of most positions twice, to draft and to verify."""
 FEWEST_KEPT = 1024
-"""Fewest tokens of a vocabulary whose noise is kept, row by row."""
+"""Smallest vocabulary whose noise is cached, row by row."""
 SPARSE = 1 / 16
-"""Up to which share of all tokens noise is computed one by one; each takes several times as long then."""
+"""Largest share of tokens for which noise is computed one by one; each takes several times as long then."""
 
 FEW_NUMBERS = 64
-"""Up to how many uniform numbers are computed one by one: each operation of torch takes longer than several numbers."""
+"""Most uniform numbers that are computed one by one: an operation of torch takes longer than several numbers."""
 
 
 def gumbel_noise(seed: int | Tensor, positions_BN: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise `[B, N, V]` in float64, a pure function of (seed, position, token id).
 
-    Args:
-        seed: one for all rows, or `[B]` of int64.
-        positions_BN: `[B, N]`.
-        vocab_size: V.
+    `seed` is one for all rows, or int64 `[B]`.
     """
     if positions_BN.device.type != "cpu" or vocab_size < FEWEST_KEPT or not positions_BN.numel():
         return _gumbel(_uniform(seed, positions_BN, vocab_size))
     seeds = torch.as_tensor(seed)
     seeds_BN = (seeds[:, None] if seeds.ndim else seeds).expand(positions_BN.shape)
     row_of = _rows(vocab_size)
-    rows = [row_of(*place) for place in zip(seeds_BN.flatten().tolist(), positions_BN.flatten().tolist(), strict=True)]
+    rows = [row_of(*key) for key in zip(seeds_BN.flatten().tolist(), positions_BN.flatten().tolist(), strict=True)]
     return torch.stack(rows).view(*positions_BN.shape, vocab_size)
 
 
 @lru_cache(maxsize=8)
 def _rows(vocab_size: int) -> Callable[[int, int], Tensor]:
-    """What gives the noise `[V]` of one seed and position on a CPU; the last rows are kept.
+    """A function for the noise `[V]` of a seed and a position on a CPU, which caches the last rows.
 
-    The numbers are NumPy's, which has words without a sign: torch takes three times as long for the same.
+    It uses NumPy, which has unsigned words: torch takes three times as long.
     """
     steps = np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(_GOLDEN & _WORD)
 
@@ -69,7 +66,7 @@ def _gumbel(uniform: Tensor) -> Tensor:
 
 
 def uniform_numbers(seed: int | Tensor, positions_BN: Tensor) -> Tensor:
-    """Numbers `[B, N]` in float64, uniform between 0 and 1, a pure function of (seed, position)."""
+    """Uniform numbers `[B, N]` in (0, 1), in float64, a pure function of (seed, position)."""
     if positions_BN.device.type != "cpu" or positions_BN.numel() > FEW_NUMBERS:
         return _uniform(seed, positions_BN, 1)[..., 0]
     seeds = torch.as_tensor(seed).expand(len(positions_BN)).tolist()
@@ -88,53 +85,43 @@ def _uniform_number(mixed_seed: int, position: int) -> float:
 
 
 def seed_of(seed: int | Tensor, purpose: int) -> Tensor:
-    """Another seed, for random numbers that must have nothing to do with those of `seed`.
-
-    Args:
-        seed: one, or `[B]` of int64.
-        purpose: a number above 0; each gives another seed.
-    """
+    """A seed for random numbers that are independent of those of `seed`; another one for each `purpose` above 0."""
     return _mix(torch.as_tensor(seed) ^ _mix(torch.as_tensor(purpose) * _GOLDEN))
 
 
 def with_noise(scores_BNV: Tensor, seed: int | Tensor, positions_BN: Tensor) -> Tensor:
-    """Scores plus Gumbel noise `[B, N, V]`, in float64.
+    """Scores plus Gumbel noise `[B, N, V]`, in float64; `seed` as in `gumbel_noise`.
 
-    What is -inf stays so whatever its noise. Where that is nearly everything, after top-k or top-p, only the
-    noise of the rest is computed: of a large vocabulary it would take a CPU longer than many a model's pass.
-
-    Args:
-        scores_BNV: `[B, N, V]` of any float type.
-        seed: one for all rows, or `[B]` of int64.
-        positions_BN: `[B, N]`.
+    Scores of -inf need no noise. If nearly all are, after top-k or top-p, only the noise of the rest is computed: for a
+    large vocabulary all of it would take a CPU longer than the pass of many models.
     """
     B, N, V = scores_BNV.shape
     is_open_BNV = scores_BNV > -torch.inf
     if int(is_open_BNV.sum()) > SPARSE * B * N * V:
         return scores_BNV + gumbel_noise(seed, positions_BN, V)
-    rows, places, ids = is_open_BNV.nonzero(as_tuple=True)
+    rows, columns, ids = is_open_BNV.nonzero(as_tuple=True)
     seeds_B = torch.as_tensor(seed, device=positions_BN.device).expand(B)
-    noise = _gumbel(_numbers(_start(seeds_B[rows], positions_BN[rows, places]), ids))
-    return scores_BNV.double().index_put((rows, places, ids), noise, accumulate=True)
+    noise = _gumbel(_numbers(_start(seeds_B[rows], positions_BN[rows, columns]), ids))
+    return scores_BNV.double().index_put((rows, columns, ids), noise, accumulate=True)
 
 
 def _uniform(seed: int | Tensor, positions_BN: Tensor, count: int) -> Tensor:
-    """`[B, N, count]`, the same on every device and in every batch: number v of a position is the v-th of
-    a SplitMix64 stream whose start is hashed from seed and position."""
+    """`[B, N, count]`, the same on every device and in every batch: number v of a position is the v-th of a SplitMix64
+    stream whose start is hashed from seed and position."""
     seeds = torch.as_tensor(seed, device=positions_BN.device)
     start = _start(seeds[:, None] if seeds.ndim else seeds, positions_BN)
     return _numbers(start[..., None], torch.arange(count, device=positions_BN.device))
 
 
 def _start(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Where a position's stream begins."""
+    """The start of a position's stream."""
     return _mix(_mix(seeds + _GOLDEN) + (positions + 1) * _GOLDEN)
 
 
 def _numbers(start: Tensor, index: Tensor) -> Tensor:
-    """Numbers of streams by their index, uniform between 0 and 1, in float64."""
+    """Uniform numbers of streams by index, in float64."""
     bits = _mix(start + (index + 1) * _GOLDEN)
-    # 52 bits and not 53: the half must fit too, or the largest number would round to 1 and its noise be infinite.
+    # 52 bits and not 53: 0.5 must fit too, or the largest number would round to 1, with infinite noise.
     return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
 
 
@@ -146,14 +133,14 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def _mixed_word(z: int) -> int:
-    """The same of one word without a sign."""
+    """`_mix` of one unsigned word."""
     z = (z ^ z >> 30) * _MIX_1 & _WORD
     z = (z ^ z >> 27) * _MIX_2 & _WORD
     return z ^ z >> 31
 
 
 def _mixed_words(z: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """The same of many, in place."""
+    """`_mix` of unsigned words, in place."""
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
         z ^= z >> np.uint64(shift)
         z *= np.uint64(factor & _WORD)
@@ -162,5 +149,5 @@ def _mixed_words(z: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[t
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """Logical shift: zeros come in from the left."""
+    """Logical right shift."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,7 +1,7 @@
-"""Chooses the tokens of a batch: the settings, the random numbers and the text of each row.
+"""The sampler of a batch: settings, random numbers and text of each row.
 
-The target's side and every drafter have one each, for the same requests, so p and q go through the
-same function. Its state is a function of the committed tokens.
+The target and every drafter have one each, for the same requests, so p and q go through the same function. Its state
+depends on committed tokens only.
 
 Shape letters: B rows of a batch, R positions, C candidates, D tokens of a path, V vocabulary.
 """
@@ -30,20 +30,20 @@ from paradraft.tree import ABSENT
 _DRAFT, _ACCEPT, _NEXT = 1, 2, 3
 _MOST_DEPTH = 2**20
 CACHED = 2**15
-"""Numbers that a CPU's cache holds a few times in float64."""
+"""Number of float64 values that fit into a CPU's cache a few times."""
 Draw = Callable[[Tensor, Sequence[Sampling], Tensor], Tensor | None]
-"""What draws tokens `[B, R]` as `Sampler.draw` does, from logits `[B, R, V]` after bias, penalties and processors, the
-settings of the rows and the positions `[B, R]`. It may return None where it cannot serve."""
+"""A faster `Sampler.draw`: tokens `[B, R]` from logits `[B, R, V]` after bias, penalties and processors, settings by
+row, and positions `[B, R]`. Returns None for inputs that it does not support."""
 
 
 class Sampler:
-    """Applies each row's own `Sampling`.
+    """Applies the `Sampling` of each row.
 
     Args:
         requests: the first rows.
         drafting: its rule decides how candidates are drawn.
         device: of all tensors.
-        faster: does what `draw` does.
+        faster: replaces `draw`.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Sampler:
         self.lengths_B = upload([], self._device)
         """`[B]` number of committed tokens, which is the position of the next one."""
         self._begun_B = self.lengths_B
-        """`[B]` what that was when the round began."""
+        """`[B]` the same at the beginning of the round."""
         self.reads_text = False
-        """Whether `paths` are looked at."""
+        """Whether `paths` are used."""
         if requests:
             self.join(requests)
 
@@ -79,27 +79,27 @@ class Sampler:
         self._serve([*self._requests, *requests])
 
     def keep(self, rows: Tensor) -> None:
-        """Forgets all rows but `rows`, `[b]` the index that each had before."""
+        """Drops and reorders rows: `[b]` the old index of each row."""
         order = rows.tolist()
         self._texts = [self._texts[row] for row in order]
         self.lengths_B = self._begun_B = self.lengths_B[rows]
         self._serve([self._requests[row] for row in order])
 
     def commit(self, new: Committed) -> None:
-        """Takes in the tokens of a round."""
+        """Adds committed tokens."""
         self.lengths_B = self._begun_B = self.lengths_B + (new.tokens != ABSENT).sum(1)
         if self.reads_text:
             self._texts = ragged.joined(self._texts, ragged.to_lists(new.tokens))
 
     def after(self, tokens_BD: Tensor) -> Sampler:
-        """What this would be if some tokens `[B, D]` were committed, `ABSENT` on the right; this stays as it is."""
+        """A copy of this sampler with tokens `[B, D]` committed, `ABSENT` on the right."""
         later = copy.copy(self)
         later.commit(Committed(tokens=tokens_BD))
         later._begun_B = self._begun_B
         return later
 
     def _serve(self, requests: list[Request]) -> None:
-        """Sets what follows from who the rows are."""
+        """Sets all attributes that depend on the set of rows."""
         self._requests = requests
         samplings = self._samplings = [request.sampling for request in requests]
         device = self._device
@@ -122,9 +122,9 @@ class Sampler:
         """The token `[B, R]` at each position: argmax of log p plus that position's noise; `INVALID` if p has NaN.
 
         Args:
-            logits_BRV: `[B, R, V]` raw logits.
-            depths_BR: `[B, R]` how many drafted tokens stand between the committed text and each.
-            paths_BRD: `[B, R, D]` these tokens, `ABSENT` where there are none; None without any.
+            logits_BRV: raw logits.
+            depths_BR: number of drafted tokens between the committed text and each position.
+            paths_BRD: these tokens, padded with `ABSENT`; None without any.
         """
         logits = logits_BRV if self._are_raw else self._each(self._penalized, logits_BRV, paths_BRD)
         positions_BR = self.lengths_B[:, None] + depths_BR
@@ -133,7 +133,7 @@ class Sampler:
         return best_token(logits if self._is_plain else self._noised_at(logits, positions_BR))
 
     def scores(self, logits_BRV: Tensor, depths_BR: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
-        """What the target's token is the largest of, `[B, R, V]`: log p, up to a constant, plus noise; see `draw`."""
+        """`[B, R, V]` whose argmax is the target's token: log p, up to a constant, plus noise; see `draw`."""
         logits = self._each(self._penalized, logits_BRV, paths_BRD)
         return self._noised_at(logits, self.lengths_B[:, None] + depths_BR)
 
@@ -141,77 +141,67 @@ class Sampler:
         """Scores of logits after bias, penalties and processors."""
         sampling = self._groups[0][0].sampling
         if len(self._groups) == 1 and sampling.is_plain and not sampling.is_greedy:
-            # The same numbers; logits that are no numbers make scores that are none.
+            # The same result; logits that are not numbers yield scores that are not.
             scores = logits_BRV if logits_BRV.dtype == torch.float64 else logits_BRV.float()
             return scores / sampling.temperature + gumbel_noise(self._seeds_B, positions_BR, scores.shape[2])
         return self._noised(self._each(self._filtered, logits_BRV, None), self._seeds_B, positions_BR)
 
     def probabilities(self, logits_BRV: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
-        """The distributions `[B, R, V]` that tokens are drawn from, in float64; arguments as in `draw`."""
+        """The sampling distributions `[B, R, V]` in float64; arguments as in `draw`."""
 
         def of_group(request: Request, logits: Tensor, paths: Tensor | None, rows: Tensor) -> Tensor:
             return probabilities(self._penalized(request, logits, paths, rows), request.sampling)
 
         return self._each(of_group, logits_BRV, paths_BRD)
 
-    def acceptance_numbers(self, number: int) -> Tensor:
-        """`[B, number]` uniform numbers for the acceptance tests of a round."""
-        keys = self.lengths_B[:, None] * _MOST_DEPTH + torch.arange(number, device=self.lengths_B.device)
+    def acceptance_numbers(self, count: int) -> Tensor:
+        """`[B, count]` uniform numbers for the acceptance tests of a round."""
+        keys = self.lengths_B[:, None] * _MOST_DEPTH + torch.arange(count, device=self.lengths_B.device)
         return uniform_numbers(self._acceptance_seeds_B, keys)
 
     def draw_next(self, probs_BV: Tensor) -> Tensor:
-        """`[B]` the token that ends a round under the rejection rule, drawn from `[B, V]` probabilities.
-
-        It is `INVALID` where these are NaN.
-        """
+        """`[B]` the recovered or bonus token under the rejection rule, drawn from `[B, V]`; `INVALID` for NaN."""
         scores = probs_BV[:, None].log()
         noised_BV = self._noised(scores, seed_of(self._seeds_B, _NEXT), self.lengths_B[:, None])[:, 0]
         return best_token(noised_BV)
 
-    def candidates(self, logits_BRV: Tensor, depth: int, number: int, path_BD: Tensor | None = None) -> Candidates:
-        """What a drafter proposes at positions `depth`, `depth + 1`, … after the committed text.
+    def candidates(self, logits_BRV: Tensor, depth: int, count: int, path_BD: Tensor | None = None) -> Candidates:
+        """The C = `count` candidates of a drafter at depths `depth`, `depth + 1`, … after the committed text.
 
-        Under the match rule the order is that of log q plus the position's noise, which the target
-        will use too, under typical acceptance that of q. Under the rejection rule chains and fixed trees
-        are drawn from q, siblings without replacement, with numbers of their own; a tree grown to a
-        budget takes the likeliest tokens.
+        Under the match rule the order is that of log q plus the position's noise, which the target will use too, under
+        typical acceptance that of q. Under the rejection rule chains and fixed trees are drawn from q, siblings without
+        replacement, with separate random numbers; a tree grown to a budget takes the likeliest tokens.
 
         Args:
-            logits_BRV: `[B, R, V]` raw logits of the draft model.
+            logits_BRV: raw logits of the draft model.
             depth: of the first position.
-            number: C.
-            path_BD: `[B, depth]` drafted tokens before the first position, for settings that read the
-                text. Positions after the first take the best candidates for the tokens before them.
+            count: C.
+            path_BD: `[B, depth]` drafted tokens before the first position, for settings that read the text. At later
+                positions the best candidates are taken as the tokens before.
         """
         if self.reads_text and logits_BRV.shape[1] > 1:
-            return self._one_by_one(logits_BRV, depth, number, path_BD)
-        depths_BR = _places(depth, logits_BRV.shape[1], logits_BRV.device)
-        return self.candidates_at(logits_BRV, depths_BR, number, None if path_BD is None else path_BD[:, None])
+            return self._one_by_one(logits_BRV, depth, count, path_BD)
+        depths_BR = _consecutive(depth, logits_BRV.shape[1], logits_BRV.device)
+        return self.candidates_at(logits_BRV, depths_BR, count, None if path_BD is None else path_BD[:, None])
 
-    def candidates_after(self, logits_BRV: Tensor, depth: int, number: int, paths_BRD: Tensor) -> Candidates:
-        """What a drafter proposes after several nodes of one depth, which share the numbers of their position.
+    def candidates_after(self, logits_BRV: Tensor, depth: int, count: int, paths_BRD: Tensor) -> Candidates:
+        """The candidates of a drafter after R nodes of one depth, which share the random numbers of their position.
 
-        At most one of these nodes is accepted, and these numbers have no part in which one it is, so what is drawn
-        after it is as good as drawn with numbers of its own.
+        Sharing is correct: at most one of these nodes is accepted, and these numbers do not influence which one.
 
         Args:
-            logits_BRV: `[B, R, V]` raw logits of the draft model after each node.
-            depth: of these candidates.
-            number: C.
+            logits_BRV: raw logits of the draft model after each node.
+            depth: of the candidates.
+            count: C.
             paths_BRD: `[B, R, depth]` the drafted tokens before them.
         """
-        depths_BR = _places(depth, 1, logits_BRV.device).expand(-1, logits_BRV.shape[1])
-        return self.candidates_at(logits_BRV, depths_BR, number, paths_BRD)
+        depths_BR = _consecutive(depth, 1, logits_BRV.device).expand(-1, logits_BRV.shape[1])
+        return self.candidates_at(logits_BRV, depths_BR, count, paths_BRD)
 
-    def plain_draws(self, number: int, vocab_size: int) -> tuple[list[float], Tensor | None] | None:
-        """What it takes to choose the first tokens as `candidates` does: of all rows the temperatures, and the noise
-        `[B, number, V]`, None if there is none. None if some row's tokens are chosen otherwise.
-
-        Args:
-            number: of positions.
-            vocab_size: V.
-        """
-        # Under the rejection rule a row's numbers belong to its nodes, so trees must not depend on who else is there.
+    def plain_draws(self, count: int, vocab_size: int) -> tuple[list[float], Tensor | None] | None:
+        """The inputs of a faster `candidates` at the first `count` positions: temperatures of the rows, and noise
+        `[B, count, V]` or None if all rows are greedy. None if some row has other settings."""
+        # Under the rejection rule random numbers belong to nodes, so trees must not depend on the other rows.
         if self.rule != "match" or self._wants_confidence or self._has_paths:
             return None
         if not all(request.sampling.is_plain for request in self._requests):
@@ -219,51 +209,51 @@ class Sampler:
         temperatures = [request.sampling.temperature for request in self._requests]
         if self._are_greedy:
             return temperatures, None
-        positions_BR = self.lengths_B[:, None] + _places(0, number, self.lengths_B.device)
+        positions_BR = self.lengths_B[:, None] + _consecutive(0, count, self.lengths_B.device)
         return temperatures, gumbel_noise(self._seeds_B, positions_BR, vocab_size)
 
-    def candidates_at(self, logits_BRV: Tensor, depths_BR: Tensor, number: int, paths: Tensor | None) -> Candidates:
-        """What a drafter proposes at any positions; see `candidates`, and `draw` for the arguments."""
+    def candidates_at(self, logits_BRV: Tensor, depths_BR: Tensor, count: int, paths: Tensor | None) -> Candidates:
+        """The candidates of a drafter at any positions; see `candidates`, and `draw` for the arguments."""
         if self.rule == "match" and self._is_chain and not self._wants_confidence:
             tokens = self.draw(logits_BRV, depths_BR, paths)[..., None]
             return Candidates(tokens=tokens, log_probs=torch.zeros_like(tokens), probs=None, confidence=None)
         scores_BRV = self._each(self._scores, logits_BRV, paths)
-        number = min(number, scores_BRV.shape[2])
+        count = min(count, scores_BRV.shape[2])
         if self.rule != "rejection" or not (self._is_chain or self._has_paths):
-            return self._likeliest(scores_BRV, depths_BR, number)
+            return self._likeliest(scores_BRV, depths_BR, count)
         log_q = scores_BRV.double().log_softmax(-1)
         confidence = log_q.amax(-1).exp() if self._wants_confidence else None
-        # A position is drawn anew in a later round, with other numbers.
+        # A position may be drawn again in a later round, with other numbers.
         drafted_BR = (self.lengths_B - self._begun_B)[:, None] + depths_BR
         keys = self._begun_B[:, None] * _MOST_DEPTH + drafted_BR
-        tokens = self._noised(log_q, seed_of(self._seeds_B, _DRAFT), keys).topk(number, dim=-1).indices
+        tokens = self._noised(log_q, seed_of(self._seeds_B, _DRAFT), keys).topk(count, dim=-1).indices
         return _candidates(tokens, log_q.gather(-1, tokens), self._drawn_from(log_q, tokens), confidence=confidence)
 
-    def guesses_at(self, logits_BRV: Tensor, depths_BR: Tensor, number: int) -> Candidates:
-        """The likeliest of what `candidates_at` may say there, whatever shape drafts have."""
-        return self._likeliest(self._each(self._scores, logits_BRV, None), depths_BR, min(number, logits_BRV.shape[2]))
+    def guesses_at(self, logits_BRV: Tensor, depths_BR: Tensor, count: int) -> Candidates:
+        """The likeliest candidates at these positions, for any rule and draft shape."""
+        return self._likeliest(self._each(self._scores, logits_BRV, None), depths_BR, min(count, logits_BRV.shape[2]))
 
-    def _likeliest(self, scores_BRV: Tensor, depths_BR: Tensor, number: int) -> Candidates:
+    def _likeliest(self, scores_BRV: Tensor, depths_BR: Tensor, count: int) -> Candidates:
         """The best candidates by log q, under the match rule plus the position's noise.
 
-        On a CPU a few positions at a time, whose numbers its cache holds from one step to the next: of 8 rows and 64
-        positions of 4,096 tokens this takes a third of the time.
+        On a CPU a few positions at a time, which stay in its cache between the steps: for 8 rows and 64 positions of
+        4,096 tokens this takes a third of the time.
         """
         B, R, V = scores_BRV.shape
-        rows, several = B, R
+        rows, width = B, R
         if scores_BRV.device.type == "cpu":
-            rows, several = max(CACHED // (R * V), 1), max(CACHED // V, 1)
+            rows, width = max(CACHED // (R * V), 1), max(CACHED // V, 1)
         positions_BR = self.lengths_B[:, None] + depths_BR
         has_noise = self.rule == "match" and not self._are_greedy
         tokens, log_probs, confidence = [], [], []
-        for row, place in itertools.product(range(0, B, rows), range(0, R, several)):
-            some_B, some_R = slice(row, row + rows), slice(place, place + several)
+        for row, column in itertools.product(range(0, B, rows), range(0, R, width)):
+            some_B, some_R = slice(row, row + rows), slice(column, column + width)
             scores = scores_BRV[some_B, some_R]
             if self._wants_confidence:
                 confidence.append(scores.amax(-1).sub(scores.logsumexp(-1)).exp().double())
             if has_noise:
                 scores = self._noised(scores, self._seeds_B[some_B], positions_BR[some_B, some_R], some_B)
-            best = scores.topk(number, dim=-1)
+            best = scores.topk(count, dim=-1)
             tokens.append(best.indices)
             log_probs.append((best.values - scores.logsumexp(-1, keepdim=True)).double())
 
@@ -274,16 +264,16 @@ class Sampler:
 
         return _candidates(whole(tokens), whole(log_probs), confidence=whole(confidence) if confidence else None)
 
-    def _one_by_one(self, logits_BRV: Tensor, depth: int, number: int, path_BD: Tensor | None) -> Candidates:
+    def _one_by_one(self, logits_BRV: Tensor, depth: int, count: int, path_BD: Tensor | None) -> Candidates:
         path = logits_BRV.new_empty(len(logits_BRV), 0, dtype=torch.long) if path_BD is None else path_BD
-        found = []
+        candidates = []
         for index in range(logits_BRV.shape[1]):
-            found.append(self.candidates(logits_BRV[:, index : index + 1], depth + index, number, path))
-            path = torch.cat([path, found[-1].tokens[:, :, 0]], dim=1)
-        return joined(found)
+            candidates.append(self.candidates(logits_BRV[:, index : index + 1], depth + index, count, path))
+            path = torch.cat([path, candidates[-1].tokens[:, :, 0]], dim=1)
+        return joined(candidates)
 
     def _drawn_from(self, log_q_BRV: Tensor, tokens_BRC: Tensor) -> Tensor:
-        """`[B, R, C, V]` q without the better candidates of its position; one-hot in greedy rows."""
+        """`[B, R, C, V]` q with the better candidates excluded; one-hot in greedy rows."""
         left = log_q_BRV.exp()
         probs = []
         for rank in range(tokens_BRC.shape[-1]):
@@ -293,7 +283,7 @@ class Sampler:
         return torch.where(self._is_random_B[:, None, None, None], torch.stack(probs, dim=2), certain)
 
     def _noised(self, scores_BRV: Tensor, seeds_B: Tensor, positions_BR: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Scores plus noise, in float64; greedy rows have none. `rows` are those of the batch that are given."""
+        """Scores plus noise, in float64; greedy rows get none. `rows` are those of `scores_BRV` in the batch."""
         if self._are_greedy:
             return scores_BRV.double()
         noised = with_noise(scores_BRV, seeds_B, positions_BR)
@@ -306,7 +296,7 @@ class Sampler:
         return logits if request.sampling.is_greedy else filtered_logits(logits, request.sampling)
 
     def _penalized(self, request: Request, logits: Tensor, paths: Tensor | None, rows: Tensor) -> Tensor:
-        texts = torch.empty(0)  # not looked at
+        texts = torch.empty(0)  # not used
         if request.sampling.reads_text:
             texts = ragged.from_lists([self._texts[row] for row in rows.tolist()], self._device)[:, None]
             texts = texts.expand(-1, logits.shape[1], -1)
@@ -328,7 +318,7 @@ class Sampler:
         logits_BRV: Tensor,
         paths_BRD: Tensor | None,
     ) -> Tensor:
-        """Applies a function to the rows of each kind of settings."""
+        """Applies a function to each group of rows with equal settings."""
         if len(self._groups) == 1:
             return function(self._groups[0][0], logits_BRV, paths_BRD, self._groups[0][1])
         parts = [
@@ -340,12 +330,12 @@ class Sampler:
 
 
 def _may_be_a_signal(error: BaseException) -> bool:
-    """Whether Ctrl-C or a request to end may have raised it, which reach the main thread only, wherever it is."""
+    """Whether Ctrl-C or SIGTERM may have raised it; they reach only the main thread."""
     is_of_a_signal = isinstance(error, (KeyboardInterrupt, SystemExit))
     return is_of_a_signal and threading.current_thread() is threading.main_thread()
 
 
 @lru_cache(maxsize=256)
-def _places(first: int, number: int, device: torch.device) -> Tensor:
-    """`[1, R]` consecutive depths; not to be changed: all callers share the tensor."""
-    return torch.arange(first, first + number, device=device)[None]
+def _consecutive(first: int, count: int, device: torch.device) -> Tensor:
+    """`[1, R]` consecutive depths; read-only: all callers share the tensor."""
+    return torch.arange(first, first + count, device=device)[None]

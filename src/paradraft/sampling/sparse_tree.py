@@ -1,26 +1,25 @@
-"""Dynamic sparse trees: how many guesses and how many prompt tokens a pass has, and where (Chen et al. 2024, PPD,
-section 4).
+"""Dynamic sparse trees: number and position of guesses and prompt tokens in a pass (Chen et al. 2024, PPD, section 4).
 
-The target reads guesses, and after some of them *prompt tokens*, in one pass. What it makes of i prompt tokens after
-the last accepted guess are guesses for the next i places, so the next tree is at most i deep: the decoding is then in
-*state* i. In state 0 there is nothing to guess, and the pass reads the last committed token and prompt tokens alone.
+The target reads guesses, and after some of them *prompt tokens*, in one pass. The outputs of i prompt tokens after the
+last accepted guess predict the next i tokens, so the next tree is at most i deep: decoding is then in *state* i. In
+state 0 there are no guesses, and the pass reads only the last committed token and prompt tokens.
 
-Guesses pay at once, prompt tokens in the next round. A tree for a state is chosen by what it yields at once plus what
-the state after it is worth. What a state is worth depends on all trees, so they are chosen again until none changes.
+Guesses pay at once, prompt tokens in the next round. The tree of a state maximises its immediate yield plus the value
+of the next state. The value of a state depends on all trees, so they are recomputed until none changes.
 
 The supplied text of the paper has lost the formulas of its propositions. With a_d(r) the probability that the guess of
-rank r is right at depth d, where all before it are right:
+rank r is right at depth d, if all before it are right:
 
 - 4.1: f(T) = 1 + sum over guesses of the product of a over their path; the 1 is the target's own token.
 - 4.2: F(T) = f(T) + sum over states i of P(i | T) v(i), P the probability that the last accepted guess has i prompt
-  tokens. The last committed token counts as an accepted guess. In the paper v(i) is f of the tree of state i: the next
-  round alone. Here it is the relative value of the state over all rounds to come (Howard 1960), of which f is the first
+  tokens. The last committed token counts as an accepted guess. In the paper v(i) is f of the tree of state i: only the
+  next round. Here it is the relative value of the state over all future rounds (Howard 1960), of which f is the first
   approximation; F with it is larger exactly where the rate R is.
 - 4.3: without its i-th prompt token, a guess loses P(it is the last accepted) (v(i) - v(i - 1)).
 - 4.4: R = sum over states of pi(i) f(T_i), pi the steady state.
 
-States are numbers of prompt tokens; probabilities multiply along a path, which assumes that ranks at different depths
-are independent.
+The index of a state is a number of prompt tokens; probabilities multiply along a path, which assumes that ranks at
+different depths are independent.
 """
 
 from __future__ import annotations
@@ -37,28 +36,28 @@ from paradraft.sampling.candidates import best_first
 
 Path = tuple[int, ...]
 Accuracy = Sequence[Sequence[float]]
-"""For each depth, from the first token after the last committed one, the probability of each rank."""
+"""By depth, from the first token after the last committed one, the probability of each rank."""
 ROUNDS = 20
-"""How often trees are chosen anew at most; a few times are enough."""
+"""Most iterations; a few are enough."""
 
 
-def is_accuracy(found: object, depths: int = 1) -> TypeGuard[list[list[float]]]:
-    """Whether something is an `Accuracy` of some depths at least."""
+def is_accuracy(value: object, depths: int = 1) -> TypeGuard[list[list[float]]]:
+    """Whether a value is an `Accuracy` with at least this many depths."""
     return (
-        isinstance(found, list)
-        and len(found) >= depths
-        and all(isinstance(row, list) and row for row in found)
-        and all(type(share) in (int, float) and 0 <= share <= 1 for row in found for share in row)
+        isinstance(value, list)
+        and len(value) >= depths
+        and all(isinstance(row, list) and row for row in value)
+        and all(type(share) in (int, float) and 0 <= share <= 1 for row in value for share in row)
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateTree:
-    """What a pass reads in one state.
+    """The tree of a state.
 
     Args:
-        guesses: the ranks on the way to each guess; parents come before their children.
-        prompts: how many prompt tokens follow the last committed token, and then each guess.
+        guesses: the path of ranks to each guess; parents come before their children.
+        prompts: number of prompt tokens after the last committed token, then after each guess.
     """
 
     guesses: tuple[Path, ...]
@@ -68,7 +67,7 @@ class StateTree:
         assert len(self.prompts) == len(self.guesses) + 1
 
     def size(self, copies: int = 1) -> int:
-        """Nodes of a pass, without the last committed token; each prompt token is there `copies` times."""
+        """Nodes of a pass, without the last committed token; each prompt token counts `copies` times."""
         return len(self.guesses) + copies * sum(self.prompts)
 
 
@@ -91,7 +90,7 @@ def expected_tokens(guesses: Sequence[Path], accuracy: Accuracy) -> float:
 
 
 def last_accepted(guesses: Sequence[Path], accuracy: Accuracy) -> list[float]:
-    """The probability that the last committed token, and then that each guess is the last that is accepted.
+    """The probability of being the last accepted token: of the last committed token, then of each guess.
 
     >>> last_accepted([(0,), (0, 1)], [[0.5, 0.2], [0.5, 0.25]])
     [0.5, 0.375, 0.125]
@@ -105,37 +104,34 @@ def last_accepted(guesses: Sequence[Path], accuracy: Accuracy) -> list[float]:
 
 def transitions(tree: StateTree, accuracy: Accuracy, states: int) -> list[float]:
     """P(i | T) for each state i."""
-    found = [0.0] * states
+    probabilities = [0.0] * states
     for probability, prompts in zip(last_accepted(tree.guesses, accuracy), tree.prompts, strict=True):
-        found[prompts] += probability
-    return found
+        probabilities[prompts] += probability
+    return probabilities
 
 
 def steady_state(rows: Sequence[Sequence[float]]) -> list[float]:
-    """How often each state is visited in the long run, from state 0 on.
-
-    Args:
-        rows: for each state the probabilities of the next one.
+    """The steady state from state 0; `rows` are the transition probabilities of each state.
 
     >>> [round(share, 6) for share in steady_state([[0.0, 1.0], [0.5, 0.5]])]
     [0.333333, 0.666667]
     """
     once = torch.tensor(rows, dtype=torch.float64, device="cpu")
-    lazy = (once + torch.eye(len(rows), dtype=torch.float64, device="cpu")) / 2  # visits as often, and has no period
+    lazy = (once + torch.eye(len(rows), dtype=torch.float64, device="cpu")) / 2  # the same steady state, but aperiodic
     return torch.linalg.matrix_power(lazy, 2**24)[0].tolist()
 
 
 def rate(trees: Sequence[StateTree], accuracy: Accuracy) -> float:
-    """R, Proposition 4.4: tokens a pass in the long run, with one tree for each state."""
+    """R, Proposition 4.4: long-run tokens per pass, with one tree per state."""
     shares = steady_state([transitions(tree, accuracy, len(trees)) for tree in trees])
     return sum(share * expected_tokens(tree.guesses, accuracy) for share, tree in zip(shares, trees, strict=True))
 
 
 def relative_values(trees: Sequence[StateTree], accuracy: Accuracy) -> list[float]:
-    """How many more tokens come in the long run from each state than from state 0."""
+    """Relative values v: the long-run advantage of each state over state 0, in tokens."""
     states = len(trees)
     once = [expected_tokens(tree.guesses, accuracy) for tree in trees]
-    # v(i) + R = f(i) + sum P(j | i) v(j), with v(0) = 0: R takes its place among the unknowns.
+    # v(i) + R = f(i) + sum P(j | i) v(j), with v(0) = 0: R replaces v(0) as an unknown.
     equations = torch.eye(states, dtype=torch.float64, device="cpu")
     equations -= torch.tensor(
         [transitions(tree, accuracy, states) for tree in trees], dtype=torch.float64, device="cpu"
@@ -145,14 +141,10 @@ def relative_values(trees: Sequence[StateTree], accuracy: Accuracy) -> list[floa
     return [0.0, *solution[1:, 0].tolist()]
 
 
-def with_prompts(guesses: Sequence[Path], number: int, accuracy: Accuracy, values: Sequence[float]) -> StateTree:
-    """Places prompt tokens: all that there may be, then the least valuable are removed (Proposition 4.3).
+def with_prompts(guesses: Sequence[Path], count: int, accuracy: Accuracy, values: Sequence[float]) -> StateTree:
+    """Places `count` prompt tokens in all: starts with the maximum, then removes the least valuable (Proposition 4.3).
 
-    Args:
-        guesses: of the tree.
-        number: of prompt tokens that are wanted in all; there are no more than fit.
-        accuracy: see `Accuracy`.
-        values: v, by state.
+    `values` are v, by state.
 
     >>> tree = with_prompts([(0,)], 3, [[0.9], [0.5]], [0.0, 0.7, 1.0])
     >>> tree.prompts
@@ -166,7 +158,7 @@ def with_prompts(guesses: Sequence[Path], number: int, accuracy: Accuracy, value
 
     heap = [(loss(node), -node) for node in range(len(last)) if prompts[node]]
     heapq.heapify(heap)
-    for _ in range(sum(prompts) - number):
+    for _ in range(sum(prompts) - count):
         node = -heapq.heappop(heap)[1]
         prompts[node] -= 1
         if prompts[node]:
@@ -175,7 +167,7 @@ def with_prompts(guesses: Sequence[Path], number: int, accuracy: Accuracy, value
 
 
 def best_guesses(accuracy: Accuracy, most: int, *, depth: int) -> tuple[Path, ...]:
-    """The likeliest guesses, at most so many and so deep; fewer of them are the first of these.
+    """The likeliest guesses, at most `most`, in order, with paths of at most `depth`.
 
     >>> best_guesses([[0.6, 0.2], [0.5, 0.25]], 3, depth=2)
     ((0,), (0, 0), (1,))
@@ -185,13 +177,13 @@ def best_guesses(accuracy: Accuracy, most: int, *, depth: int) -> tuple[Path, ..
 
 
 def best_trees(accuracy: Accuracy, size: int, *, prompts: int, copies: int = 1) -> list[StateTree]:
-    """For each state, from 0 to `prompts`, the tree with which the long run yields most tokens a pass.
+    """The trees of the states 0 to `prompts` that maximise the long-run tokens per pass.
 
     Args:
         accuracy: of at least `prompts` depths.
         size: most nodes of a pass, at least `copies`.
         prompts: most prompt tokens after a guess.
-        copies: how many embeddings each prompt token has.
+        copies: number of embeddings of each prompt token.
 
     >>> trees = best_trees([[0.6, 0.15], [0.4, 0.1]], 5, prompts=2)
     >>> for tree in trees:
@@ -217,11 +209,11 @@ def best_trees(accuracy: Accuracy, size: int, *, prompts: int, copies: int = 1) 
 
     values = [expected_tokens(guesses, accuracy) for guesses in likeliest]
     trees = [choose(state, values) for state in range(prompts + 1)]
-    found = rate(trees, accuracy)
+    best_rate = rate(trees, accuracy)
     for _ in range(ROUNDS):
         values = relative_values(trees, accuracy)
-        others = [choose(state, values) for state in range(prompts + 1)]
-        if (other := rate(others, accuracy)) <= found + 1e-12:
+        new_trees = [choose(state, values) for state in range(prompts + 1)]
+        if (new_rate := rate(new_trees, accuracy)) <= best_rate + 1e-12:
             break
-        trees, found = others, other
+        trees, best_rate = new_trees, new_rate
     return trees

@@ -1,4 +1,4 @@
-"""The verification rules: which drafted tokens become text. `match` and `rejection` are lossless, `typical` is not."""
+"""Verification rules, which decide the accepted tokens. `match` and `rejection` are lossless, `typical` is not."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from paradraft.verify.rules import Verify
 
 NAMES = ("match", "rejection", "typical")
-"""Of all rules; their functions, which need torch, are in [rules.py](rules.py)."""
+"""Names of all rules; their functions, which need torch, are in [rules.py](rules.py)."""
 LOSSY = {
     "typical": "typical acceptance is not lossless: at temperatures above 0 the text is not distributed as the "
     "target's own"
 }
-"""Those that change the text, and what is to be said of them."""
+"""Lossy rules and the warning for each."""
 
 
 def rule_name(rule: str) -> str:
@@ -26,13 +26,13 @@ def rule_name(rule: str) -> str:
 
 
 def check_rule_name(rule: str) -> None:
-    """Raises ValueError if there is no rule of the name, whatever its settings."""
+    """Raises ValueError if there is no rule of this name; settings are not checked."""
     if rule_name(rule) not in NAMES:
         raise ValueError(f"verify={rule!r}: use one of {', '.join(NAMES)}")
 
 
 def load_rule(rule: str) -> Verify:
-    """The rule of a name, with settings if wanted, such as "typical:epsilon=0.05:delta=0.2".
+    """The rule of a name, optionally with settings, such as "typical:epsilon=0.05:delta=0.2".
 
     Raises:
         ValueError: there is no such rule or setting.
@@ -47,8 +47,8 @@ def load_rule(rule: str) -> Verify:
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or key not in known or key in values:
-            told = f"its settings are {', '.join(known)}, each at most once" if known else "it has no settings"
-            raise ValueError(f"verify={rule!r}: {setting!r} is no setting=value of it; {told}")
+            hint = f"its settings are {', '.join(known)}, each at most once" if known else "it has no settings"
+            raise ValueError(f"verify={rule!r}: {setting!r} is no setting=value of it; {hint}")
         try:
             values[key] = float(text)
         except ValueError:

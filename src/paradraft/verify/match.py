@@ -1,10 +1,10 @@
-"""Verification by matching: a drafted token is kept while it equals the target's own draw.
+"""Verification by matching: a drafted token is accepted while it equals the target's own draw.
 
-The target's token at a position is argmax(log p + noise of that position), or argmax(log p) when
-greedy (`Sampler.draw`). The noise does not depend on the step, so the text is the same with and
-without a draft, token for token, at any temperature. Drafters draw with the same noise, which
-couples the two draws: acceptance is at least (1 - TV) / (1 + TV) (Daliri, Musco & Suresh 2025,
-"Coupling without Communication and Drafter-Invariant Speculative Decoding").
+The target's token at a position is argmax(log p + noise of that position), or argmax(log p) when greedy
+(`Sampler.draw`). The noise does not depend on the step, so the text is the same with and without a draft, token for
+token, at any temperature. Drafters draw with the same noise, which couples the two draws: acceptance is at least
+(1 - TV) / (1 + TV) (Daliri, Musco & Suresh 2025, "Coupling without Communication and Drafter-Invariant Speculative
+Decoding").
 
 Shape letters: B rows of a batch, N nodes of a draft, V vocabulary.
 """
@@ -21,15 +21,10 @@ from paradraft.tree import ABSENT
 
 
 def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
-    """Decides which drafted tokens are kept and which token follows them.
+    """Decides the accepted tokens and the recovered or bonus token.
 
-    Args:
-        draft: the proposed tree.
-        out: the target's pass over it.
-        sampler: how the target chooses in each row.
-
-    Worked example: the draft is the chain 5, 6, 7 and the target draws 5 after the root, 6 after
-    5, and 9 after 6. Tokens 5 and 6 are accepted and 9 is recovered.
+    Worked example: the draft is the chain 5, 6, 7 and the target draws 5 after the root, 6 after 5, and 9 after 6.
+    Tokens 5 and 6 are accepted and 9 is recovered.
 
     >>> import torch
     >>> from paradraft.core import Request
@@ -46,24 +41,24 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
 
     paths, tokens = [], []
     guesses = draft.tokens.tolist()
-    for guessed, parents, drawn in zip(guesses, draft.parents.tolist(), drawn_BM.tolist(), strict=True):
-        path = accepted_path(guessed, parents, drawn)
-        unused = [ABSENT] * (N - len(path))
-        paths.append(path + unused)
-        tokens.append([guessed[node] for node in path] + [drawn[path[-1] + 1 if path else 0]] + unused)
+    for tokens_N, parents, drawn in zip(guesses, draft.parents.tolist(), drawn_BM.tolist(), strict=True):
+        path = accepted_path(tokens_N, parents, drawn)
+        padding = [ABSENT] * (N - len(path))
+        paths.append(path + padding)
+        tokens.append([tokens_N[node] for node in path] + [drawn[path[-1] + 1 if path else 0]] + padding)
     accepted = [sum(node != ABSENT for node in path) for path in paths]
     if any(ABSENT in row for row in guesses):
         drawn_BM = drawn_BM.masked_fill(torch.nn.functional.pad(draft.tokens == ABSENT, (1, 0)), ABSENT)
-    # In three tensors at once: of operations on tensors this small, each takes longer than all of the above.
+    # Built as lists: one operation on tensors this small takes longer than all of the above.
     path_BN, accepted_B, tokens_BM = (upload(part, draft.tokens.device) for part in (paths, accepted, tokens))
     return Verdict(path=path_BN.view(B, N), accepted=accepted_B, tokens=tokens_BM, drawn=drawn_BM)
 
 
 def accepted_path(tokens: list[int], parents: list[int], drawn: list[int]) -> list[int]:
-    """The nodes that hold what the target draws after their parents, and whose parents do, from the root down.
+    """The path from the root on which every node equals the target's draw after its parent.
 
     Args:
-        tokens: of the nodes of one row's tree, `ABSENT` where there is none.
+        tokens: of the nodes of one row's tree, or `ABSENT`.
         parents: of the nodes, each before its children; -1 is the root.
         drawn: the target's own tokens: after the root, then after each node.
 
@@ -74,7 +69,7 @@ def accepted_path(tokens: list[int], parents: list[int], drawn: list[int]) -> li
     depth = {-1: 0}
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         if parent in depth and token == drawn[parent + 1]:
-            # One node per depth: siblings that hold the same token are one continuation.
+            # One node per depth: siblings with the same token are one continuation.
             path[depth[parent] : depth[parent] + 1] = [node]
             depth[node] = depth[parent] + 1
     return path

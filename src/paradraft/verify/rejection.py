@@ -1,11 +1,10 @@
 """Verification by rejection: speculative sampling, for chains and trees.
 
-A drafted token x is kept with probability min(1, p(x) / q(x)); after a rejection p becomes
-norm(max(p - q, 0)), against which the next sibling is tried, and the token that ends the round is
-drawn from what p is then (Leviathan et al. 2023, Alg. 1; Chen et al. 2023, Alg. 2; for siblings
-ParallelSpec, Xiao et al. 2024, Alg. 1). q is the distribution that the token was really drawn from,
-so a token that was chosen deterministically has q(x) = 1. The emitted tokens have exactly the
-target's distribution, but which ones they are depends on the draft.
+A drafted token x is accepted with probability min(1, p(x) / q(x)); after a rejection p becomes the residual
+norm(max(p - q, 0)), against which the next sibling is tried, and the recovered or bonus token is drawn from the final p
+(Leviathan et al. 2023, Alg. 1; Chen et al. 2023, Alg. 2; for siblings ParallelSpec, Xiao et al. 2024, Alg. 1). q is the
+distribution that the token was drawn from, so a token that was chosen deterministically has q(x) = 1. The emitted
+tokens have exactly the target's distribution, but their values depend on the draft.
 
 Shape letters: B rows of a batch, N nodes of a draft, V vocabulary.
 """
@@ -22,18 +21,13 @@ from paradraft.tree import ABSENT
 
 
 def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
-    """Decides which drafted tokens are kept and which token follows them.
+    """Decides the accepted tokens and the recovered or bonus token.
 
-    Nodes are tried in the order of their indices, each only where its parent has just been
-    accepted. So parents come before children, and siblings are tried one after the other.
+    Nodes are tried in the order of their indices, each only if its parent has just been accepted. So parents come
+    before children, and siblings are tried one after the other.
 
-    Args:
-        draft: the proposed tree.
-        out: the target's pass over it.
-        sampler: how the target chooses in each row.
-
-    Worked example: p is 0.5 for the drafted token and q is 1, because it was chosen
-    deterministically. It is kept in half of all rounds; else p without it is drawn from.
+    Worked example: p is 0.5 for the drafted token and q is 1, because it was chosen deterministically. It is accepted
+    in half of all rounds; otherwise a token is drawn from p without it.
 
     >>> from paradraft.core import Drafting, Request
     >>> from paradraft.sampling_params import Sampling
@@ -63,7 +57,7 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
 
     left_BV = p_here()
     while N:
-        # The children of `here`, one after the other, until one is accepted; a row that has accepted one waits.
+        # Tries the children of `here` one after the other; a row that has accepted one waits for the others.
         before_B = accepted_B
         while True:
             is_child_BN = is_untried_BN & (draft.parents == here_B[:, None]) & (accepted_B == before_B)[:, None]
@@ -78,7 +72,7 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
             rejected_b = (is_tried_B & ~is_kept_B).nonzero()[:, 0]
             if len(rejected_b):
                 q_bV = None if draft.probs is None else draft.probs[rejected_b, node_B[rejected_b]]
-                rest_bV = _without(left_BV[rejected_b], token_B[rejected_b], q_bV)
+                rest_bV = _residual(left_BV[rejected_b], token_B[rejected_b], q_bV)
                 left_BV = left_BV.index_put((rejected_b,), rest_bV)
             path[rows_B, accepted_B] = torch.where(is_kept_B, node_B, path[rows_B, accepted_B])
             here_B = torch.where(is_kept_B, node_B, here_B)
@@ -90,15 +84,9 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     return Verdict.of(draft, path, sampler.draw_next(left_BV))
 
 
-def _without(p_BV: Tensor, token_B: Tensor, q_BV: Tensor | None) -> Tensor:
-    """What the next token is distributed like after a rejection: norm(max(p - q, 0)).
-
-    Args:
-        p_BV: what it was distributed like before.
-        token_B: the rejected tokens.
-        q_BV: what they were drawn from; None where they were chosen deterministically.
-    """
+def _residual(p_BV: Tensor, token_B: Tensor, q_BV: Tensor | None) -> Tensor:
+    """The residual distribution after a rejection of `token_B`: norm(max(p - q, 0)); `q_BV` None is deterministic."""
     rest_BV = p_BV.scatter(1, token_B[:, None], 0.0) if q_BV is None else (p_BV - q_BV).clamp(min=0.0)
     total_B1 = rest_BV.sum(1, keepdim=True)
-    # Nothing is left only if p = q up to rounding; then a rejection has no probability either.
+    # The residual is 0 only if p = q up to rounding; then a rejection has probability 0 too.
     return torch.where(total_B1 > 0, rest_BV / total_B1, p_BV)

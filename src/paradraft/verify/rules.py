@@ -1,4 +1,4 @@
-"""The functions of the verification rules, by name."""
+"""Verification functions by rule name."""
 
 from __future__ import annotations
 

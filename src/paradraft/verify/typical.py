@@ -1,10 +1,10 @@
-"""Typical acceptance: a drafted token is kept if the target finds it typical (Cai et al. 2024, Medusa, section 2.3.1;
-an option of PPD, Chen et al. 2024, section 3). **Not lossless**: at temperatures above 0 the text has another
-distribution than the target's. Greedy text is the target's own.
+"""Typical acceptance: accepts tokens by a threshold on p (Cai et al. 2024, Medusa, section 2.3.1; an option of PPD,
+Chen et al. 2024, section 3). **Not lossless**: at temperatures above 0 the text has another distribution than the
+target's. Greedy text is the target's own.
 
-A token x is kept where p(x) > min(epsilon, delta * exp(-H(p))), H the entropy of p after temperature and filters: where
-the target is unsure, less likely tokens are typical too. Of all paths of kept tokens the longest becomes text; of
-several the one that is likeliest. The target's own next token is drawn from p as ever.
+A token x is accepted if p(x) > min(epsilon, delta * exp(-H(p))), H the entropy of p after temperature and filters: the
+higher the entropy, the less likely tokens are accepted. Of all accepted paths the longest becomes text; of several the
+likeliest. The target's own next token is drawn from p as usual.
 
 Shape letters: B rows of a batch, N nodes of a draft, V vocabulary.
 """
@@ -28,8 +28,8 @@ class Typical:
     """The rule, with its thresholds; the defaults are Medusa's.
 
     Args:
-        epsilon: what is always likely enough, in (0, 1].
-        delta: what is likely enough where the target is sure, in (0, 1].
+        epsilon: upper bound of the threshold, in (0, 1].
+        delta: threshold at entropy 0, in (0, 1].
 
     Raises:
         ValueError: a number is out of range.
@@ -44,9 +44,9 @@ class Typical:
                 raise ValueError(f"{name}={value}: use a number above 0, up to 1")
 
     def __call__(self, draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
-        """Decides which drafted tokens are kept and which token follows them.
+        """Decides the accepted tokens and the recovered or bonus token.
 
-        Worked example: p is 0.5, 0.3 and 0.2, so exp(-H) is 0.36, and what is likelier than 0.107 or 0.09 is typical.
+        Worked example: p is 0.5, 0.3 and 0.2, so exp(-H) is 0.36, and the threshold is min(0.107, 0.09).
 
         >>> from paradraft.core import Request
         >>> from paradraft.sampling_params import Sampling
@@ -63,7 +63,7 @@ class Typical:
         p_BMV = sampler.probabilities(out.logits, texts)
         entropy_BM = -torch.special.xlogy(p_BMV, p_BMV).sum(-1)
         least_BM = torch.clamp(self.delta * (-entropy_BM).exp(), max=self.epsilon)
-        # What the target thinks of each node, after its parent.
+        # The target's probability of each node, after its parent.
         parents_BN = draft.parents.clamp(min=-1) + 1
         rows_B1 = torch.arange(B, device=device)[:, None]
         p_BN = p_BMV[rows_B1, parents_BN, draft.tokens.clamp(min=0)]
@@ -81,18 +81,18 @@ class Typical:
 
 
 def longest(parents: list[int], kept: list[bool], chances: list[float]) -> list[int]:
-    """The longest path of kept nodes; of several the one whose probabilities have the largest product.
+    """The longest path of kept nodes; of several the one with the largest product of probabilities.
 
     >>> longest([-1, -1, 0, 1], [True, True, True, True], [0.6, 0.3, 0.2, 0.5])
     [1, 3]
     """
     best: tuple[int, float, int] = (0, 1.0, -1)
-    found: dict[int, tuple[int, float, int]] = {-1: best}
+    ends: dict[int, tuple[int, float, int]] = {-1: best}
     for node, (parent, is_kept, chance) in enumerate(zip(parents, kept, chances, strict=True)):
-        if is_kept and parent in found:
-            depth, product, _ = found[parent]
-            found[node] = (depth + 1, product * chance, node)
-            best = max(best, found[node], key=lambda end: end[:2])
+        if is_kept and parent in ends:
+            depth, product, _ = ends[parent]
+            ends[node] = (depth + 1, product * chance, node)
+            best = max(best, ends[node], key=lambda end: end[:2])
     path: list[int] = []
     node = best[2]
     while node >= 0:

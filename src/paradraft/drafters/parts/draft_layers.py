@@ -1,8 +1,7 @@
-"""Decoder layers of a drafter that read what the target has read: its tokens and its states, with a cache of their own.
+"""Decoder layers of a drafter that read the target's tokens and hidden states, with a separate KV cache.
 
-They are a causal LM of the target's shape with one layer or a few, which is given vectors in place of tokens, so that
-everything that a target's pass can do, in C++ too, its drafter's can. The embedding and the output head are the
-target's.
+They are a causal LM of the target's shape with one layer or a few, whose input are vectors instead of tokens, so that a
+drafter's pass has all features of a target's, the one in C++ included. Embedding and output head are the target's.
 
 Shape letters: B rows of a batch, M tokens that a round commits, N vectors of a pass, K drafted tokens, D hidden size.
 """
@@ -28,19 +27,15 @@ from paradraft.ragged import upload
 from paradraft.tree import ABSENT
 
 UNUSED_ROWS = 64
-"""Rows of an embedding and of an output head that nothing reads; a causal LM must have some."""
+"""Rows of the unused embedding and output head; a causal LM must have some."""
 
 
 OF_MISTRAL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Targets for which layers may be Mistral's: their embeddings are not multiplied, and all their layers rotate alike."""
+"""Targets that allow Mistral layers: without embedding multiplier, and with the same rotary embedding in all layers."""
 
 
 def mistral_like(config: PretrainedConfig, layers: int) -> MistralConfig:
-    """Mistral's layers in the size of a target's: attention without biases, and without norms of queries and keys.
-
-    Args:
-        config: the target's.
-        layers: how many.
+    """Config of Mistral layers in the target's size: attention without biases, and without norms of queries and keys.
 
     Raises:
         ValueError: the target is none of `OF_MISTRAL`.
@@ -53,9 +48,9 @@ def mistral_like(config: PretrainedConfig, layers: int) -> MistralConfig:
         "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "hidden_act",
         "max_position_embeddings", "rms_norm_eps", "rope_parameters",
     )  # fmt: skip
-    given = {name: getattr(config, name) for name in sizes}
+    values = {name: getattr(config, name) for name in sizes}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return MistralConfig(**given, head_dim=head_dim, num_hidden_layers=layers, sliding_window=None)
+    return MistralConfig(**values, head_dim=head_dim, num_hidden_layers=layers, sliding_window=None)
 
 
 def layers_like(
@@ -65,10 +60,10 @@ def layers_like(
 
     Args:
         config: the target's.
-        layers: how many.
-        dtype: of its weights.
+        layers: number of layers.
+        dtype: of the weights.
         device: "meta" takes no memory.
-        mistral: whether they are Mistral's in the target's size; see `mistral_like`.
+        mistral: whether to use `mistral_like` layers.
     """
     config = mistral_like(config, layers) if mistral else copy.deepcopy(config)
     config.num_hidden_layers = layers
@@ -77,7 +72,7 @@ def layers_like(
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     config.name_or_path = ""
     if getattr(config, "embedding_multiplier", None) is not None:
-        config.embedding_multiplier = 1.0  # Granite's layers read states of their own size
+        config.embedding_multiplier = 1.0  # Granite's layers read unscaled states
     if getattr(config, "layer_types", None):
         config.layer_types = (config.layer_types + config.layer_types[-1:] * layers)[:layers]
     with torch.random.fork_rng(devices=[]), torch.device(device):
@@ -89,37 +84,37 @@ def layers_like(
 
 
 def target_layers(head: Head) -> tuple[int, ...]:
-    """Whose states a checkpoint reads; those after the final norm if it does not say.
+    """The target layers whose states a checkpoint reads; default: after the final norm.
 
     Raises:
-        ValueError: it says what is no list of layers.
+        ValueError: `target_layers` of its config is no list of layers.
     """
-    found = head.config.get("target_layers", [FINAL_NORM])
-    if not isinstance(found, list) or not found or any(type(layer) is not int for layer in found):
-        raise ValueError(f"draft {head.name!r}: target_layers in its config.json is {found!r}: train it again")
-    return tuple(found)
+    layers = head.config.get("target_layers", [FINAL_NORM])
+    if not isinstance(layers, list) or not layers or any(type(layer) is not int for layer in layers):
+        raise ValueError(f"draft {head.name!r}: target_layers in its config.json is {layers!r}: train it again")
+    return tuple(layers)
 
 
 def side_by_side(states: Mapping[int, Tensor]) -> Tensor:
-    """The states `[…, D]` of several layers of a target as `[…, layers * D]`, in their order.
+    """Concatenates the states `[…, D]` of several target layers to `[…, layers * D]`.
 
-    Those before the final norm are brought to its size, without its weights: from layer to layer states grow, to ten
-    times that and more, and the linear layer that joins them would learn little but to make them small.
+    Those before the final norm are RMS-normalized without weights: states grow from layer to layer, tenfold and more,
+    and the linear layer that joins them would learn little but to scale them down.
     """
     parts = [
-        found if layer == FINAL_NORM else nn.functional.rms_norm(found, found.shape[-1:], eps=1e-6)
-        for layer, found in states.items()
+        state if layer == FINAL_NORM else nn.functional.rms_norm(state, state.shape[-1:], eps=1e-6)
+        for layer, state in states.items()
     ]
     return torch.cat(parts, dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedLayers:
-    """What layers keep of a row that leaves.
+    """The saved state of a row.
 
     Args:
-        cache: keys and values of what they have read.
-        states: `[M, D]` from which the tokens after these were predicted, as far as they are known.
+        cache: its row of the KV cache.
+        states: `[M, D]` from which the tokens after the cached ones were predicted, as far as known.
     """
 
     cache: SavedRow
@@ -127,19 +122,19 @@ class SavedLayers:
 
 
 class DraftLayers:
-    """Layers, what they have read of each row, and what is committed and not read yet.
+    """Draft layers with their KV cache and the pending tokens and states of each row.
 
     Args:
         target: the model whose tokens and states are read.
         head: the checkpoint. It has the layers' weights, named as in the body of a causal LM, such as
-            "layers.0.mlp.up_proj.weight", and "norm.weight" if its config says that there is a final norm.
+            "layers.0.mlp.up_proj.weight", and "norm.weight" if its config has `final_norm`.
         runtime: the target's.
-        layers: of the target, whose states are read, named as in `Forward`; those of several are joined by the
-            checkpoint's "fuse.weight". Without any, tokens alone are read.
-        joined: makes vectors `[…, D]` of the embeddings `[…, D]` of tokens and the states `[…, D]` from which these
-            were predicted.
-        for_vllm: whether the layers are Mistral's, and the first token of a text, before which there is no state, is
-            never read, as in vLLM.
+        layers: target layers whose states are read, numbered as in `Forward`; several are joined by the checkpoint's
+            "fuse.weight". Without any, only tokens are read.
+        joined: maps the embeddings `[…, D]` of tokens and the states `[…, D]` from which they were predicted to the
+            input `[…, D]`.
+        for_vllm: use Mistral layers, and never read the first token of a text, which has no state before it, as in
+            vLLM.
     """
 
     def __init__(
@@ -152,17 +147,17 @@ class DraftLayers:
         joined: Callable[[Tensor, Tensor], Tensor],
         for_vllm: bool = False,
     ) -> None:
-        number = head.setting("num_hidden_layers", int)
-        if (stored := len({name.split(".")[1] for name in head.weights if name.startswith("layers.")})) != number:
+        count = head.setting("num_hidden_layers", int)
+        if (stored := len({name.split(".")[1] for name in head.weights if name.startswith("layers.")})) != count:
             raise ValueError(
-                f"draft {head.name!r}: its config.json has {number} layers, its weights {stored}: train it again"
+                f"draft {head.name!r}: its config.json has {count} layers, its weights {stored}: train it again"
             )
-        self._unread = int(for_vllm)  # of a text's first tokens
+        self._unread = int(for_vllm)  # number of leading tokens that are never read
         config = target.model.config
-        model = layers_like(config, number, dtype=target.model.dtype, mistral=for_vllm).to(target.device)
+        model = layers_like(config, count, dtype=target.model.dtype, mistral=for_vllm).to(target.device)
         body: Any = model.model
         own = {name: tensor for name, tensor in body.state_dict().items() if not name.startswith("embed_tokens")}
-        self.returned = FINAL_NORM if head.setting("final_norm", bool) else number
+        self.returned = FINAL_NORM if head.setting("final_norm", bool) else count
         wanted = [name for name in own if name != "norm.weight" or self.returned == FINAL_NORM]
         body.load_state_dict({name: head.tensor(name, *own[name].shape) for name in wanted}, strict=False)
         self.lm = CausalLM(
@@ -184,12 +179,12 @@ class DraftLayers:
         self._states = torch.empty(0, 0, width if layers else 0, device=target.device)
 
     def start(self) -> None:
-        """Forgets all rows."""
+        """Drops all rows."""
         self.lm.start()
         self._tokens, self._states = self._tokens[:0, :0], self._states[:0, :0]
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """Adds rows after the others, whose prompts are not read before a draft is wanted."""
+        """Adds rows after the others; the prefill happens at the first draft."""
         self.lm.join(len(requests))
         before, after = (self._tokens, prompt.tokens[:, self._unread :])
         most = max(before.shape[1], after.shape[1])
@@ -200,7 +195,7 @@ class DraftLayers:
         self._states = torch.cat([pad(rows, (0, 0, 0, most - rows.shape[1])) for rows in both])
 
     def commit(self, new: Committed) -> None:
-        """Takes in the tokens of a round, which are not read before a draft is wanted."""
+        """Adds committed tokens and states to the pending ones."""
         states = self._states_of(new)
         if not self._tokens.shape[1]:
             self._tokens, self._states = new.tokens, states
@@ -218,32 +213,32 @@ class DraftLayers:
         return self._fuse(side_by_side({layer: new.hidden[layer] for layer in self.layers}))
 
     def _tidy(self) -> None:
-        """Moves what fills the rows to their right."""
+        """Moves padding to the right."""
         is_absent = self._tokens == ABSENT
         order_BN = is_absent.long().argsort(dim=1, stable=True)[:, : int((~is_absent).sum(1).max())]
         self._tokens = self._tokens.gather(1, order_BN)
         self._states = self._states.gather(1, order_BN[:, :, None].expand(-1, -1, self._states.shape[2]))
 
     def keep(self, rows: Tensor) -> None:
-        """Forgets the other rows."""
+        """Drops and reorders rows."""
         self.lm.keep(rows)
         self._tokens, self._states = self._tokens[rows], self._states[rows]
 
     def save(self, row: int, most: int) -> SavedLayers:
-        """What is worth keeping of the first `most` tokens of a row that leaves."""
+        """See `Drafter.save`."""
         most = max(most - self._unread, 0)
         cache = self.lm.save(row, most)
         unread = min(most - cache.length, int((self._tokens[row] != ABSENT).sum()))
         return SavedLayers(cache=cache, states=self._states[row, :unread].clone())
 
     def restore(self, row: int, saved: SavedLayers, shared: int) -> None:
-        """Begins a row that has just joined with what was saved of another; see `Drafter.restore`."""
+        """See `Drafter.restore`."""
         shared = max(shared - self._unread, 0)
         length = int((self._tokens[row] != ABSENT).sum())
         if not length:
             return
         known = self.lm.restore(row, saved.cache, min(shared, length - 1))
-        # The target has not read again what both have in common, so its states are those of the other row.
+        # The target did not read the common prefix again, so its states are those of the other row.
         more = max(min(shared - known, len(saved.states)), 0) if known == saved.cache.length else 0
         self._states[row, known : known + more] = saved.states[:more].to(self._states.dtype)
         self._tokens[row] = nn.functional.pad(self._tokens[row, known:], (0, known), value=ABSENT)
@@ -251,56 +246,50 @@ class DraftLayers:
         self._tidy()
 
     def able(self, lengths: Sequence[int]) -> list[int]:
-        """For each row how many tokens it can draft: none in the first round after a prompt of one token, if that is
-        never read.
-
-        Args:
-            lengths: how many it is to draft.
-        """
+        """The lengths that rows can draft: 0 right after a prompt of one token, if that is never read."""
         if not self._unread or all(self.lm.lengths):
             return list(lengths)
-        are_there = (self._tokens != ABSENT).any(1).tolist()
-        return [length if is_there else 0 for length, is_there in zip(lengths, are_there, strict=True)]
+        have_tokens = (self._tokens != ABSENT).any(1).tolist()
+        return [length if has_tokens else 0 for length, has_tokens in zip(lengths, have_tokens, strict=True)]
 
     def read(self, lengths: Sequence[int], masks: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
-        """Reads what rows that want a draft have not read, and masks after it; the masks are not kept.
+        """Reads the pending tokens of the rows that draft, and masks after them; masks do not stay in the cache.
 
         Args:
-            lengths: for each row how many tokens it drafts; at least one of them is not 0.
-            masks: makes the vectors `[B, k - 1, D]` of all masks, of the states `[B, D]` from which the rows' last
-                tokens were predicted, and of k; without masks only the first token is drafted.
+            lengths: by row, the number of tokens to draft; not all 0.
+            masks: maps the states `[B, D]` from which the rows' last tokens were predicted, and k, to the inputs
+                `[B, k - 1, D]` of the masks; without masks only the first token is drafted.
 
         Returns:
-            `[B, k, D]` what the layers return for the last committed token and for each mask; anything for what a row
-            does not want.
+            `[B, k, D]` outputs for the last committed token and for each mask; undefined beyond a row's length.
         """
         device, k = self.target.device, max(lengths) if masks else 1
         is_wanted_B1 = upload(lengths, device)[:, None] > 0
         tokens_BN = self._tokens.masked_fill(~is_wanted_B1, ABSENT)
-        numbers = (tokens_BN != ABSENT).sum(1).tolist()
+        counts = (tokens_BN != ABSENT).sum(1).tolist()
         vectors_BND = self.joined(self.target.embed(tokens_BN), self._states)
-        ends_B1 = upload([[max(number - 1, 0)] for number in numbers], device)
+        ends_B1 = upload([[max(count - 1, 0)] for count in counts], device)
         last_BD = gathered(self._states, ends_B1)[:, 0]
-        if max(numbers) + k > self.lm.width:
-            self.lm.prefill([[0] * number for number in numbers], vectors=vectors_BND)
-            vectors_BND, numbers = gathered(vectors_BND, ends_B1), [min(number, 1) for number in numbers]
+        if max(counts) + k > self.lm.width:
+            self.lm.prefill([[0] * count for count in counts], vectors=vectors_BND)
+            vectors_BND, counts = gathered(vectors_BND, ends_B1), [min(count, 1) for count in counts]
         if masks is not None and k > 1:
-            vectors_BND = followed_by(vectors_BND, numbers, masks(last_BD, k))
-        counts = [number + min(length, k) - 1 if number else 0 for number, length in zip(numbers, lengths, strict=True)]
-        present = [[0] * count + [ABSENT] * (max(counts) - count) for count in counts]
-        read_BND = self.look(upload(present, device), None, vectors_BND[:, : max(counts)])
-        self.lm.advance(numbers)
+            vectors_BND = followed_by(vectors_BND, counts, masks(last_BD, k))
+        widths = [count + min(length, k) - 1 if count else 0 for count, length in zip(counts, lengths, strict=True)]
+        present = [[0] * width + [ABSENT] * (max(widths) - width) for width in widths]
+        read_BND = self.look(upload(present, device), None, vectors_BND[:, : max(widths)])
+        self.lm.advance(counts)
         self._tokens = self._tokens.masked_fill(is_wanted_B1, ABSENT)
         self._tidy()
-        rows = [[min(max(number - 1, 0) + i, max(counts) - 1) for i in range(k)] for number in numbers]
+        rows = [[min(max(count - 1, 0) + i, max(widths) - 1) for i in range(k)] for count in counts]
         return gathered(read_BND, upload(rows, device))
 
     def step(self, tokens_B1: Tensor, states_B1D: Tensor) -> Tensor:
-        """Reads one more drafted token of each row after its state `[B, 1, D]`, and returns the next state.
+        """Reads a drafted token per row with its state `[B, 1, D]`, and returns the next state.
 
         Args:
             tokens_B1: `ABSENT` in rows that draft no further.
-            states_B1D: what was predicted in place of the target's.
+            states_B1D: the layers' own predictions, in place of the target's states.
         """
         present_B1 = tokens_B1.masked_fill(tokens_B1 >= 0, 0).clamp(min=ABSENT)
         vectors_B1D = self.joined(self.target.embed(tokens_B1), states_B1D)
@@ -309,47 +298,39 @@ class DraftLayers:
         return states_B1D
 
     def look(self, present_BN: Tensor, parents_BN: Tensor | None, vectors_BND: Tensor) -> Tensor:
-        """What the layers return for vectors that are not kept, `[B, N, D]`.
+        """Runs the layers without extending the cache; outputs `[B, N, D]`.
 
         Args:
             present_BN: 0 where a row has a vector, else `ABSENT`.
-            parents_BN: the vector that each one follows, -1 for the last kept one; None for a chain.
-            vectors_BND: what is read.
+            parents_BN: index of the vector before each; -1 for the last one in the cache; None for a chain.
+            vectors_BND: inputs.
         """
         first_B1 = torch.zeros_like(present_BN[:, :1])
         out = self.lm.forward(present_BN, parents_BN, first_B1, hidden_layers=(self.returned,), vectors=vectors_BND)
         return out.hidden[self.returned]
 
 
-def followed_by(vectors_BND: Tensor, numbers: Sequence[int], masks_BMD: Tensor) -> Tensor:
-    """Vectors of rows of different lengths, each row's masks after its own.
-
-    Args:
-        vectors_BND: what comes first.
-        numbers: of each row, how many of these it has.
-        masks_BMD: what follows.
-
-    Returns:
-        `[B, N + M, D]`; after a row's masks anything.
+def followed_by(vectors_BND: Tensor, lengths: Sequence[int], masks_BMD: Tensor) -> Tensor:
+    """Appends masks to rows of different lengths; `[B, N + M, D]`, undefined after a row's masks.
 
     >>> vectors, masks = torch.tensor([[[1.0], [2.0]], [[5.0], [0.0]]]), torch.tensor([[[8.0]], [[9.0]]])
     >>> followed_by(vectors, [2, 1], masks)[:, :, 0].tolist()
     [[1.0, 2.0, 8.0], [5.0, 9.0, 9.0]]
     """
     both_BXD, N = torch.cat([vectors_BND, masks_BMD], dim=1), vectors_BND.shape[1]
-    if min(numbers) == N:
+    if min(lengths) == N:
         return both_BXD
     most = both_BXD.shape[1]
-    rows = [[i if i < number else min(N + i - number, most - 1) for i in range(most)] for number in numbers]
+    rows = [[i if i < length else min(N + i - length, most - 1) for i in range(most)] for length in lengths]
     return gathered(both_BXD, upload(rows, both_BXD.device))
 
 
 class Masks:
-    """The masks that a drafter reads after the committed tokens.
+    """The mask inputs that a drafter reads after the committed tokens.
 
     Args:
-        head: the checkpoint: "masks.embeddings" has one for each place of the draft after the first, or one for all;
-            "masks.state" what they have for a state. Without it they have that before the last committed token.
+        head: the checkpoint: "masks.embeddings" has one row per position of the draft after the first, or one for all;
+            "masks.state" is their state. Without it they use the state before the last committed token.
         device: of the tensors.
 
     Raises:
@@ -357,20 +338,20 @@ class Masks:
     """
 
     def __init__(self, head: Head, device: torch.device) -> None:
-        number, width = len(head.weights.get("masks.embeddings", ())), head.setting("hidden_size", int)
-        self._embeddings_KD = head.tensor("masks.embeddings", max(number, 1), width).to(device).float()
+        count, width = len(head.weights.get("masks.embeddings", ())), head.setting("hidden_size", int)
+        self._embeddings_KD = head.tensor("masks.embeddings", max(count, 1), width).to(device).float()
         self._state_D = None
         if "masks.state" in head.weights:
             self._state_D = head.tensor("masks.state", width).to(device).float()
-        self.max_k = number + 1 if head.setting("distinct_masks", bool) else None
-        """One mask serves all places, also those that no training has seen."""
+        self.max_k = count + 1 if head.setting("distinct_masks", bool) else None
+        """None if one mask serves all positions, also those beyond the training."""
 
     def __call__(self, states_BD: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Embeddings and states `[B, k - 1, D]` of masks.
+        """Embeddings and states `[B, k - 1, D]` of the masks for K = k.
 
         Args:
             states_BD: those before each row's last token; `[B, 0]` if no states are read.
-            k: tokens that are drafted.
+            k: number of drafted tokens.
         """
         which = torch.arange(k - 1, device=states_BD.device).clamp(max=len(self._embeddings_KD) - 1)
         masks_BKD = self._embeddings_KD[which].expand(len(states_BD), -1, -1)

@@ -1,4 +1,4 @@
-"""Draft models: loaded beside a target, whose tokens they must have."""
+"""Loads draft models that share the target's vocabulary."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ _PROBE = "def f(x):\n    return 'Grüße, 世界' + str(x ** 2)  # 1234\n"
 
 
 def load_draft_lm(folder: str, target: Target | TargetFacts, runtime: Runtime) -> CausalLM:
-    """Loads a draft model that speaks the target's tokens.
-
-    Args:
-        folder: folder or Hugging Face id.
-        target: whose text is to be guessed.
-        runtime: the target's.
+    """Loads a draft model; `folder` is a folder or a Hugging Face id, `runtime` the target's.
 
     Raises:
         ValueError: there is no such model, or its tokens or capacity do not fit the target's.
@@ -37,19 +32,14 @@ def load_draft_lm(folder: str, target: Target | TargetFacts, runtime: Runtime) -
 
 
 def draft_runtime(folder: str, runtime: Runtime) -> Runtime:
-    """How a draft model runs: as the target, or in a dtype of its own.
-
-    Args:
-        folder: folder or Hugging Face id.
-        runtime: the target's.
-    """
+    """The draft model's runtime: the target's, with the draft model's dtype."""
     if runtime.draft_dtype is None and is_in_few_bits(folder):
         return replace(runtime, dtype=STORED)
     return runtime.of_draft
 
 
 def _check_draft_tokens(folder: str, target: Target | TargetFacts) -> None:
-    if is_gguf(folder):  # how it splits text does not matter, and may not be known
+    if is_gguf(folder):  # its tokenizer's merges do not matter, and may not be known
         check_same_tokens(read_gguf(folder, vocabulary=True), target.tokenizer.get_vocab(), "the target")
     elif not is_shape(folder) and load_tokenizer(folder)(_PROBE)["input_ids"] != target.tokenizer(_PROBE)["input_ids"]:
         raise ValueError(
@@ -58,16 +48,16 @@ def _check_draft_tokens(folder: str, target: Target | TargetFacts) -> None:
 
 
 def check_draft_config(folder: str, config: PretrainedConfig, *, vocab_size: int, capacity: int) -> None:
-    """Checks that a draft model has a target's tokens, and room for its texts.
+    """Checks a draft model's vocabulary and context length against the target's.
 
     Args:
-        folder: the draft model's, for messages.
-        config: its own.
-        vocab_size: tokens of the target.
+        folder: of the draft model, for messages.
+        config: of the draft model.
+        vocab_size: of the target.
         capacity: most tokens of a row of the target.
 
     Raises:
-        ValueError: it has fewer.
+        ValueError: vocabulary or context is smaller than the target's.
     """
     if config.vocab_size < vocab_size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A drafter that reads the target's last state alone: Medusa's heads, and Hydra's.
+"""Base of drafters that read only the target's last hidden state: Medusa and Hydra.
 
 Shape letters: B rows of a batch, D hidden size.
 """
@@ -17,11 +17,9 @@ from paradraft.tree import Tree
 
 
 class LastStateDrafter(Drafter):
-    """A drafter that keeps the last committed token of each row, and the state from which the target predicted it;
-    it overrides `propose`.
+    """Keeps the last committed token of each row, and the state from which the target predicted it.
 
-    Args:
-        lm: the target's.
+    Subclasses override `propose`.
     """
 
     hidden_layers = (FINAL_NORM,)
@@ -33,7 +31,7 @@ class LastStateDrafter(Drafter):
         self._tree: Tree | None = None
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
-        """Forgets all rows."""
+        """See `Drafter`."""
         self._sampler, self._tree = Sampler(drafting=drafting, device=device, faster=self.lm.draw), drafting.tree
         self._states_BD = torch.empty(0, self.lm.model.config.hidden_size, device=device)
         self._last_B = torch.empty(0, dtype=torch.long, device=device)
@@ -51,6 +49,6 @@ class LastStateDrafter(Drafter):
         self._sampler.commit(new)
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Forgets the other rows."""
+        """See `Drafter`."""
         self._states_BD, self._last_B = self._states_BD[rows], self._last_B[rows]
         self._sampler.keep(rows)

@@ -1,4 +1,4 @@
-"""A drafter whose state is that of decoder layers of its own: EAGLE's, and ParallelSpec's.
+"""Base of drafters with draft layers: EAGLE and ParallelSpec.
 
 Shape letters: B rows of a batch, K drafted tokens, V vocabulary, D hidden size.
 """
@@ -24,11 +24,7 @@ from paradraft.tree import ABSENT, Tree
 
 
 class LayersDrafter(Drafter):
-    """A drafter whose state is that of its layers; it overrides `propose`.
-
-    Args:
-        layers: what it drafts with.
-    """
+    """Keeps all state in its `DraftLayers`; subclasses override `propose`."""
 
     _sampler: Sampler
 
@@ -40,72 +36,63 @@ class LayersDrafter(Drafter):
 
     @property
     def models(self) -> tuple[CausalLM, ...]:
-        """The layers."""
+        """The draft layers."""
         return (self.layers.lm,)
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
-        """Forgets all rows."""
+        """See `Drafter`."""
         self._sampler, self._tree = Sampler(drafting=drafting, device=device, faster=self.layers.lm.draw), drafting.tree
         self.layers.start()
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """Remembers the prompts; they are read when a draft is wanted for the first time."""
+        """Stores the prompts; the prefill happens at the first draft."""
         self._sampler.join(requests)
         self.layers.join(requests, prompt)
 
     def commit(self, new: Committed) -> None:
-        """All newly committed tokens are read in the next pass, with the target's states."""
+        """Adds the committed tokens and the target's states to the pending ones."""
         self.layers.commit(new)
         self._sampler.commit(new)
 
     def keep(self, rows: Tensor) -> None:
-        """Forgets the other rows."""
+        """See `Drafter`."""
         self.layers.keep(rows)
         self._sampler.keep(rows)
 
     def save(self, row: int, most: int) -> SavedLayers:
-        """What the layers have read of a row, and the states that they have not."""
+        """The row of the KV cache, and its pending states."""
         return self.layers.save(row, most)
 
     def restore(self, row: int, saved: SavedLayers, shared: int) -> None:
-        """Reads only what the layers had not read of the other row."""
+        """Reuses the common prefix of the saved row."""
         self.layers.restore(row, saved, shared)
 
     def one_by_one(self, lengths: Sequence[int]) -> Draft:
-        """The draft of one pass for each token, each after the state that the one before returned.
-
-        Args:
-            lengths: see `Drafter.propose`.
-        """
+        """Drafts with one pass per token, each on the state that the previous one returned."""
         layers, device, k = self.layers, self.layers.target.device, max(lengths)
         if k == 0:
             return Draft.empty(len(lengths), device)
         lengths_B1 = upload(lengths, device)[:, None]
         states_B1D, committed = layers.read(lengths), layers.lm.lengths
         best_BK = torch.empty(len(lengths), 0, dtype=torch.long, device=device)
-        found: list[Candidates] = []
+        candidates: list[Candidates] = []
         for depth in range(k):
-            if found:
+            if candidates:
                 wanted_B1 = best_BK[:, -1:].masked_fill(lengths_B1 <= depth, ABSENT)
                 states_B1D = layers.step(wanted_B1, states_B1D)
             logits_B1V = layers.target.head(states_B1D)
-            found.append(self._sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), best_BK))
-            best_BK = torch.cat([best_BK, found[-1].tokens[:, :, 0]], dim=1)
+            candidates.append(self._sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), best_BK))
+            best_BK = torch.cat([best_BK, candidates[-1].tokens[:, :, 0]], dim=1)
         layers.lm.rollback(committed)
-        return assemble(joined(found), self._tree, aside=0.0, faster=grow)
+        return assemble(joined(candidates), self._tree, aside=0.0, faster=grow)
 
     def correct_with(self, head: Head) -> None:
-        """Lets masks know the tokens before them, if a checkpoint has a head for it."""
+        """Enables the previous-token head if the checkpoint has one."""
         if "previous_token_rank" in head.config:
             self._correction = Correction(self.layers.target, previous_token_head(head))
 
     def in_one_pass(self, lengths: Sequence[int], masks: Callable[[Tensor, int], Tensor]) -> Draft:
-        """The draft that the layers predict in one pass over what they have not read and masks.
-
-        Args:
-            lengths: see `Drafter.propose`.
-            masks: see `DraftLayers.read`.
-        """
+        """Drafts with one pass over the pending tokens and masks; see `DraftLayers.read`."""
         if max(lengths) == 0:
             return Draft.empty(len(lengths), self.layers.target.device)
         states_BKD = self.layers.read(lengths, masks)

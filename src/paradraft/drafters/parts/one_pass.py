@@ -1,6 +1,6 @@
-"""The draft of a drafter that says in one pass what comes at all places.
+"""Builds a draft from one pass that predicts all depths.
 
-Shape letters: B rows of a batch, K places, V vocabulary, D hidden size.
+Shape letters: B rows of a batch, K depths, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.tree import Tree
 
 ASIDE = 0.5
-"""What an estimate is worth after a side branch: what is said of a place follows the likeliest tokens before it, and
-those of a side branch are others."""
+"""Factor on the confidence of tokens below a side branch: predictions assume the likeliest tokens before them, and a
+side branch has others."""
 
 
 def draft_of_pass(
@@ -26,20 +26,20 @@ def draft_of_pass(
     correction: Correction | None = None,
     states_BKD: Tensor | None = None,
 ) -> Draft:
-    """Draws the tokens of all places.
+    """Draws the tokens of all depths.
 
     Args:
-        sampler: chooses them.
+        sampler: of the drafter.
         tree: the shape of the draft; None for chains.
-        logits_BKV: what the pass said of each place.
-        correction: tells each place the tokens before it; None if nothing does.
-        states_BKD: from which the pass said it, for the correction.
+        logits_BKV: by depth.
+        correction: corrects the logits by the tokens drafted before; None without a previous-token head.
+        states_BKD: of `logits_BKV`, for the correction.
     """
     if correction is not None and states_BKD is not None:
         return correction.draft(sampler, tree, logits_BKV, states_BKD)
-    number = candidates_needed(tree)
+    count = candidates_needed(tree)
 
     def candidates_at(first: int, last: int, before_BD: Tensor | None) -> Candidates:
-        return sampler.candidates(logits_BKV[:, first:last], first, number, before_BD)
+        return sampler.candidates(logits_BKV[:, first:last], first, count, before_BD)
 
     return assemble_from(candidates_at, logits_BKV.shape[1], tree, aside=ASIDE, faster=grow)

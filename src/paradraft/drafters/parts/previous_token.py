@@ -1,15 +1,15 @@
-"""A head that tells each mask which tokens were drafted before it.
+"""Previous-token head: corrects each mask's prediction by the tokens drafted before it.
 
-All masks of a draft pass are read at once, so none knows what was drawn before its own token: what they say is right on
-average and often contradicts itself. This head corrects the state h_i of mask i once the tokens before its own are
-drawn: with the embedding e of the token just before, and a memory s of those further back,
+All masks of a draft pass are read at once, so none depends on the tokens drawn before its own: their predictions are
+right on average and often contradict each other. This head corrects the state h_i of mask i once the tokens before its
+own are drawn: with the embedding e of the token just before, and a memory s of those further back,
 
     s_i = SiLU(A h_i + E e(x_{i-1}) + R s_{i-1} + b),   s_0 = 0,
     logits_i = W (h_i + C s_i),
 
-where W is the model's own output head. So it costs a small product for each drafted token, and no pass. A head of this
+where W is the model's output head. So it costs a small matrix product per drafted token, and no pass. A head of this
 kind over Medusa's states is in Zhang et al. 2024 (ReDrafter), one on the previous token alone in Chimera (Zeng et al.
-2024). C begins as zero: a model with a new head drafts as it did without.
+2024). C is initialized to zero: a model with a new head drafts as without it.
 
 Shape letters: M rows, D hidden size, X rank.
 """
@@ -39,9 +39,9 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.tree import Tree
 
 PREFIX = "previous."
-"""Before the names of its weights in a checkpoint with a target's states."""
+"""Prefix of its weight names in a head checkpoint."""
 MOST_RANK = 2**14
-"""Of the memory; it is to be much smaller than the model."""
+"""Largest rank; the head must be much smaller than the model."""
 
 
 class PreviousTokenHead(nn.Module):
@@ -50,8 +50,8 @@ class PreviousTokenHead(nn.Module):
     Args:
         width: D of the model's states and embeddings.
         rank: X.
-        states: root mean square of the numbers of a state, for the first weights.
-        embeddings: that of an embedding.
+        states: root mean square of the states' elements, for the initial weights.
+        embeddings: root mean square of the embeddings' elements.
     """
 
     def __init__(self, width: int, rank: int, *, states: float = 1.0, embeddings: float = 1.0) -> None:
@@ -74,19 +74,14 @@ class PreviousTokenHead(nn.Module):
         """The memories `[M, X]` after one more token.
 
         Args:
-            read_MX: what `state` makes of the rows' states, plus what `token` makes of the embeddings before them.
-            memory_MX: those of the rows before; None for the first masks.
+            read_MX: `state` of the rows' states plus `token` of the embeddings before them.
+            memory_MX: the previous memories; None for the first masks.
         """
         return silu(read_MX if memory_MX is None else read_MX + self.memory(memory_MX))
 
 
 def new_head(model: PreTrainedModel, rank: int, *, seed: int) -> PreviousTokenHead:
-    """A head that changes nothing yet.
-
-    Args:
-        model: whose states it is to correct: a causal LM with a final norm.
-        rank: X.
-        seed: of its weights.
+    """An untrained head, which changes nothing yet.
 
     Raises:
         ValueError: the model's logits are not linear in its states.
@@ -100,13 +95,13 @@ def new_head(model: PreTrainedModel, rank: int, *, seed: int) -> PreviousTokenHe
 
 
 def stored_head(head: PreviousTokenHead, config: PretrainedConfig) -> dict[str, Tensor]:
-    """The weights as they are stored, beside a model whose config then says so."""
+    """The weights to store; also sets the rank in the model's config."""
     setattr(config, RANK, head.rank)
     return {name: weight.detach().to(torch.bfloat16) for name, weight in head.state_dict().items()}
 
 
 def load_head(config: PretrainedConfig) -> PreviousTokenHead | None:
-    """The head of the PARD model that has this config, in float32; None if it has none.
+    """The head of a PARD model, in float32; None if it has none.
 
     Raises:
         ValueError: it cannot be read.
@@ -117,12 +112,14 @@ def load_head(config: PretrainedConfig) -> PreviousTokenHead | None:
     try:
         return _head_of(load_file(file_of(name, PREVIOUS_TOKEN_HEAD)), rank, config.hidden_size)
     except (OSError, SafetensorError, ValueError) as error:
-        told = str(error).splitlines()[0]
-        raise ValueError(f"draft {name!r}: its {PREVIOUS_TOKEN_HEAD} cannot be read ({told}): train it again") from None
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"draft {name!r}: its {PREVIOUS_TOKEN_HEAD} cannot be read ({reason}): train it again"
+        ) from None
 
 
 def previous_token_head(head: Head) -> PreviousTokenHead:
-    """That of a checkpoint with a target's states.
+    """The head of a head checkpoint.
 
     Raises:
         ValueError: it is damaged.
@@ -139,13 +136,8 @@ def previous_token_head(head: Head) -> PreviousTokenHead:
 
 
 def _head_of(weights: dict[str, Tensor], rank: int, width: int) -> PreviousTokenHead:
-    """A head with these weights.
-
-    Raises:
-        ValueError: they are not those of a head of this rank and width.
-    """
-    found = weights.get("token.weight")
-    if type(rank) is not int or found is None or tuple(found.shape) != (rank, width):
+    token_weight = weights.get("token.weight")
+    if type(rank) is not int or token_weight is None or tuple(token_weight.shape) != (rank, width):
         raise ValueError(f"it is not of rank {rank!r} and width {width}")
     head = PreviousTokenHead(width, rank)
     shapes = {name: weight.shape for name, weight in head.state_dict().items()}
@@ -158,10 +150,10 @@ def _head_of(weights: dict[str, Tensor], rank: int, width: int) -> PreviousToken
 
 
 class Correction:
-    """A head at work: drafts tokens one after the other, from what one pass said of all places.
+    """Drafts token by token from the outputs of one pass, corrected by a previous-token head.
 
     Args:
-        lm: the model whose embedding and output head it works with, `[V, D]` each.
+        lm: the model whose embedding and output head are used, `[V, D]` each.
         head: its matrices.
     """
 
@@ -172,7 +164,7 @@ class Correction:
         self._state = lm.linear(head.state.weight, head.state.bias)
         self._token = lm.linear(head.token.weight)
         self._memory = lm.linear(head.memory.weight)
-        # W C as one matrix, as exact as the model's own weights mostly are. Tokens that are never chosen have none.
+        # W C as one matrix, in bfloat16 precision, as most models' weights. Forbidden tokens get 0.
         both_XV = lm.head(head.correction.weight.T.to(lm.device, lm.model.dtype))
         both_VX = both_XV.masked_fill(both_XV == -torch.inf, 0.0).T.bfloat16().to(lm.model.dtype)
         self._correction = lm.linear(both_VX)
@@ -184,24 +176,17 @@ class Correction:
             self._native = NativeCorrection(embedding, token, memory, both_VX)
 
     def draft(self, sampler: Sampler, tree: Tree | None, logits_BKV: Tensor, states_BKD: Tensor) -> Draft:
-        """Draws all tokens.
-
-        Args:
-            sampler: chooses them.
-            tree: the shape of the draft; None for chains.
-            logits_BKV: `[B, K, V]` what the pass said of each place.
-            states_BKD: `[B, K, D]` from which it said it.
-        """
+        """Draws all tokens from the logits `[B, K, V]` and states `[B, K, D]` of one pass."""
         k = logits_BKV.shape[1]
         reads_BKX = self._state(states_BKD[:, 1:])
         plain = None if self._native is None else sampler.plain_draws(k, logits_BKV.shape[2])
         if self._native is not None and plain is not None:
-            given = logits_BKV, reads_BKX, *plain, self._lm.threads
+            arguments = logits_BKV, reads_BKX, *plain, self._lm.threads
             if tree is None:
-                return Draft.chain(self._native.chains(*given))
+                return Draft.chain(self._native.chains(*arguments))
             if tree.budget is not None:
-                number = min(tree.budget, EXPANDED)
-                tokens_BN, parents_BN = self._native.trees(*given, number=number, budget=tree.budget)
+                count = min(tree.budget, EXPANDED)
+                tokens_BN, parents_BN = self._native.trees(*arguments, number=count, budget=tree.budget)
                 return Draft(tokens=tokens_BN, parents=parents_BN)
         memories: list[Tensor] = []
 
