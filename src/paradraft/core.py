@@ -28,9 +28,7 @@ class Request:
     """A prompt and the settings of its answer.
 
     Args:
-        id: of the request in rounds and statistics.
         tokens: of the prompt, at least one.
-        sampling: its sampling parameters.
         max_new_tokens: most tokens of the answer, at least 1.
         eos_ids: tokens that end the answer.
         answered: number of trailing `tokens` that already belong to the answer (a resumed request).
@@ -56,12 +54,7 @@ class Request:
 
 
 class RequestError(Exception):
-    """An exception that concerns only some requests, such as one raised by their processors.
-
-    Args:
-        requests: ids of the requests.
-        cause: the exception.
-    """
+    """An exception that concerns only some requests, by id, such as one raised by their processors."""
 
     def __init__(self, requests: Sequence[int], cause: Exception) -> None:
         super().__init__(f"{type(cause).__name__} for requests {list(requests)}: {cause}")
@@ -278,13 +271,11 @@ class RoundOutput:
     """The result of a round; every list has one entry per row of the batch.
 
     Args:
-        requests: ids of the requests.
         tokens: new tokens, cut at the end of the answer; none for a request that had ended before.
         accepted: number of leading `tokens` that were drafted.
         drafted: depth of the draft (its length if it is a chain).
         nodes: number of drafted tokens, all nodes of a tree.
         paths: the accepted nodes of the draft.
-        finished: whether the request has ended.
     """
 
     requests: list[int]
@@ -333,20 +324,10 @@ class Drafter:
         return ()
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
-        """Resets: drops all rows.
-
-        Args:
-            drafting: settings of the drafts.
-            device: of the target's tensors.
-        """
+        """Resets: drops all rows."""
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """Adds rows after the others.
-
-        Args:
-            requests: one per new row.
-            prompt: the tokens of `requests`, and the target's hidden states.
-        """
+        """Adds rows after the others; `prompt` has their tokens and the target's hidden states."""
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Drafts the tokens after the committed ones.
@@ -361,23 +342,13 @@ class Drafter:
         """Adds the committed tokens of a round."""
 
     def keep(self, rows: Tensor) -> None:
-        """Drops and reorders rows.
-
-        Args:
-            rows: `[b]` the old index of each row.
-        """
+        """Drops and reorders rows: `[b]` the old index of each row."""
 
     def save(self, row: int, most: int) -> Any:
         """The state of a row that leaves, for its first `most` tokens; see `restore`."""
 
     def restore(self, row: int, saved: Any, shared: int) -> None:
-        """Reuses the saved state of another row for one that has just joined.
-
-        Args:
-            row: index of the new row.
-            saved: by `save`.
-            shared: length of the common prefix of the two rows.
-        """
+        """Reuses the saved state of another row in one that has just joined; their common prefix has `shared` tokens."""
 
     def close(self) -> None:
         """Releases resources outside of this process; the drafter cannot be used afterwards."""

@@ -104,10 +104,6 @@ def _sync_file(file: Path) -> None:
 def one_line_when_full(path: Path, then: str) -> Iterator[None]:
     """Turns the errors that libraries raise on a full disk into one OSError that names the fix.
 
-    Args:
-        path: file or folder that is written.
-        then: end of the message: how to go on when there is room again.
-
     Raises:
         OSError: no space is left, or a file is larger than the file system or a limit allows.
     """

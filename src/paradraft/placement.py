@@ -98,9 +98,6 @@ def _check_cpus(name: str, cpus: object) -> None:
 def cpus_of(text: str | None) -> tuple[int, ...] | None:
     """Parses CPU numbers in the form of `taskset`: separated by commas or plus signs; a-b is a range.
 
-    Raises:
-        ValueError: the text has another form.
-
     >>> cpus_of("0-2,5"), cpus_of("7+3")
     ((0, 1, 2, 5), (3, 7))
     """
@@ -131,9 +128,6 @@ def in_words(cpus: set[int]) -> str:
 
 def stages_of(text: str | None) -> tuple[Stage, ...] | None:
     """Parses devices separated by slashes; `cpu:` with CPU numbers, as in `cpus_of`, is a device too.
-
-    Raises:
-        ValueError: the text has another form.
 
     >>> stages_of("cuda:0/cuda:1")
     (Stage(device='cuda:0', cpus=None), Stage(device='cuda:1', cpus=None))

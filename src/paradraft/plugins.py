@@ -13,12 +13,7 @@ from types import ModuleType
 
 
 def module_names(folders: Iterable[str], group: str) -> list[str]:
-    """All plugin names, sorted.
-
-    Args:
-        folders: of the package, its `__path__`.
-        group: of the entry points.
-    """
+    """All plugin names, sorted: modules in the package's `folders`, and entry points of `group`."""
     return sorted(_shipped(folders) | {point.name for point in entry_points(group=group)})
 
 
@@ -26,10 +21,8 @@ def find_module(name: str, package: str, folders: Iterable[str], group: str) -> 
     """Imports a module that `module_names` lists.
 
     Args:
-        name: of the module.
         package: import path of the package whose files are searched.
         folders: of the package, its `__path__`.
-        group: of the entry points.
 
     Raises:
         ValueError: several packages offer the name, or another package's module cannot be imported.

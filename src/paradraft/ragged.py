@@ -15,15 +15,15 @@ from torch import Tensor
 from paradraft.tree import ABSENT
 
 
-def upload(numbers: Any, device: torch.device | None) -> Tensor:
+def upload(ids: Any, device: torch.device | None) -> Tensor:
     """An int64 tensor of nested sequences of integers. Does not synchronize with a GPU, as `torch.tensor` does.
 
     >>> upload([[1, 2], [3, 4]], torch.device("cpu")).tolist()
     [[1, 2], [3, 4]]
     """
     if device is None or device.type != "cuda":
-        return torch.tensor(numbers, dtype=torch.long, device=device)
-    return torch.tensor(numbers, dtype=torch.long, pin_memory=True).to(device, non_blocking=True)
+        return torch.tensor(ids, dtype=torch.long, device=device)
+    return torch.tensor(ids, dtype=torch.long, pin_memory=True).to(device, non_blocking=True)
 
 
 def from_lists(rows: list[list[int]], device: torch.device | None = None) -> Tensor:

@@ -59,12 +59,7 @@ class KeptRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A request in chunked prefill, between the rounds of others.
-
-    Args:
-        generation: the request.
-        begun: the kept row with the longest common prefix, and the length of that prefix.
-    """
+    """A request in chunked prefill; `begun` is the kept row with the longest common prefix, and its length."""
 
     generation: Generation
     begun: tuple[KeptRow, int] | None
@@ -168,11 +163,7 @@ class Batch:
         self.generations += generations
 
     def begin(self, generation: Generation) -> None:
-        """Begins a chunked prefill, which `read` continues; no other request joins until it is done.
-
-        Raises:
-            ValueError: see `join`.
-        """
+        """Begins a chunked prefill, which `read` continues; no other request joins until it is done."""
         assert self.generations and self.reading is None
         request = generation.so_far
         self.clock.join([request.id])
@@ -181,14 +172,7 @@ class Batch:
         self.reading = Reading(generation=generation, begun=prefix)
 
     def read(self, most: int) -> int:
-        """Prefills the next chunk of at most `most` tokens; after the last chunk the request joins the rounds.
-
-        Returns:
-            Number of tokens read.
-
-        Raises:
-            RequestError: with the error that `join` would raise.
-        """
+        """Prefills the next chunk of at most `most` tokens, and returns its size; the request joins after the last."""
         assert self.reading is not None
         generation, prefix = self.reading.generation, self.reading.begun
         self.clock.skip()
@@ -364,11 +348,7 @@ def _unread(tokens: Sequence[int], prefix: tuple[KeptRow, int] | None) -> int:
 
 
 def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[RoundOutput]:
-    """Decodes requests together, from the first round to the last.
-
-    Raises:
-        ValueError: see `Batch.join`, or a model's logits are not numbers.
-    """
+    """Decodes requests to the end; raises the errors of `Batch.join`, and ValueError if logits are not numbers."""
     try:
         batch.join(generations)
     except RequestError as error:

@@ -27,7 +27,6 @@ class Generation:
     inside an accepted run. Tokens after the end are cut: neither emitted nor counted.
 
     Args:
-        request: to be answered.
         text: an empty text, ended by its stop strings: the token that completes one is emitted, the text ends before
             it. None for an answer whose text is not needed while it grows.
     """
@@ -100,8 +99,6 @@ class Generation:
 
         Args:
             committed: the accepted tokens, then the target's own; `INVALID` where none could be chosen.
-            accepted: number of accepted tokens.
-            drafted: number of tokens drafted for the round.
             logprobs: of `committed`, for a request with `logprobs`.
 
         Returns:
@@ -166,7 +163,6 @@ def stop_strings(stop: str | Sequence[str] | None, special: Mapping[str, int]) -
     """Checks and compiles the stop strings of a request.
 
     Args:
-        stop: one string, or several; None for none.
         special: special token texts of the tokenizer, with their ids.
 
     Raises:
@@ -205,10 +201,6 @@ class AnswerText:
 
     It depends on the sequence of tokens alone, so a stream and a result have the same text with any drafter. A stop
     string ends the answer as soon as the text, if it ended there, would contain it.
-
-    Args:
-        text: an empty text.
-        stop: strings that end it.
     """
 
     def __init__(self, text: GrowingText, stop: StopStrings) -> None:

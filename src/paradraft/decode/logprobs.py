@@ -11,14 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
-    """The logprob of a token of an answer, and the likeliest tokens at its position.
+    """The logprob of a token of an answer, and the likeliest ids at its position with theirs, best first.
 
     Natural logarithms of probabilities over the ids that may be sampled.
-
-    Args:
-        token: id.
-        logprob: of `token`.
-        likeliest: ids and logprobs, the likeliest first.
     """
 
     token: int

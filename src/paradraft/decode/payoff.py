@@ -131,15 +131,11 @@ class Payoff:
         self.of_size[rows].plain.add(seconds)
 
     def add(self, rows: int, *, seconds: float, pass_s: float, worth: float, drafting: int, tokens: int) -> None:
-        """Adds a round that the length policy decided.
+        """Adds a round that the length policy decided, in which `drafting` rows had a draft and got `tokens`.
 
         Args:
-            rows: of the batch.
-            seconds: of the round.
             pass_s: `seconds` without the drafter's.
             worth: number of plain rounds that give as many tokens.
-            drafting: number of rows with a draft.
-            tokens: of these rows.
         """
         self.of_size[rows].add(seconds, pass_s, worth)
         self._drafted_rounds += drafting > 0
@@ -177,14 +173,11 @@ class Payoff:
 def advice(
     slower: float | None, instead: Sequence[str], *, is_least: bool = False, rounds: int, tokens: float
 ) -> str | None:
-    """One sentence for a user whose drafter does not pay; None for others.
+    """One sentence for a user whose drafter does not pay, with `tokens` of `rounds` with a draft; None for others.
 
     Args:
         slower: slowdown against plain rounds, if it is certain and above 1.
-        instead: options to try.
         is_least: whether `slower` is only a lower bound.
-        rounds: with a draft.
-        tokens: of these rounds.
 
     >>> advice(6.04, ("--lengths expected", "--drafter none"), rounds=90, tokens=120)
     'drafting made this 6.0 x slower here: try --lengths expected, or --drafter none'
@@ -203,12 +196,7 @@ def advice(
 
 
 class Compared:
-    """A length policy whose rounds are compared with plain rounds.
-
-    Args:
-        policy: decides the lengths.
-        tries_plain: insert a few plain rounds now and then, unless the policy runs plain rounds itself.
-    """
+    """Compares a length policy with plain rounds; `tries_plain` inserts some, unless the policy runs them itself."""
 
     EVERY = 24
     """Rounds with a draft before the first trial of plain rounds; the interval grows by half each time, …"""
@@ -223,7 +211,7 @@ class Compared:
         self.payoff = Payoff()
         self._tries_plain = tries_plain and not policy.runs_plain
         self._every, self._since, self._left = float(self.EVERY), 0, 0
-        self._asked: list[int] = []
+        self._requested: list[int] = []
         self._was_plain = False
 
     def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
@@ -239,8 +227,8 @@ class Compared:
     def next(self) -> list[int]:
         """See `LengthPolicy`; 0 in a trial."""
         wanted = self.policy.next()
-        self._asked = [0] * len(wanted) if self._left else wanted
-        return self._asked
+        self._requested = [0] * len(wanted) if self._left else wanted
+        return self._requested
 
     def cut(self, draft: Draft) -> Draft:
         """See `LengthPolicy`."""
@@ -249,7 +237,7 @@ class Compared:
     def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
         """See `LengthPolicy`."""
         self.policy.observe(output, draft_s=draft_s, verify_s=verify_s, other_s=other_s)
-        rows, is_plain = len(output.tokens), not any(self._asked) and not any(output.nodes)
+        rows, is_plain = len(output.tokens), not any(self._requested) and not any(output.nodes)
         is_timed, self._was_plain = is_plain and self._was_plain, is_plain
         if is_timed:
             self.payoff.add_plain(rows, verify_s + other_s)

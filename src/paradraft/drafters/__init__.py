@@ -35,7 +35,6 @@ def load_drafter(drafter: str, target: Target | TargetFacts, *, draft: str | Non
         drafter: one of `drafter_names()`, optionally with settings.
         target: a drafter that cannot run ahead needs a `Target`.
         draft: the draft model; None for the shipped one.
-        runtime: the target's.
 
     Raises:
         ValueError: drafter or setting is unknown, or its draft model does not fit.
@@ -70,11 +69,7 @@ def branches(drafter: str) -> bool:
 
 
 def drafter_class(drafter: str) -> type[Drafter]:
-    """The return type of a drafter's `build`.
-
-    Raises:
-        ValueError: there is no such drafter, or a setting is wrong.
-    """
+    """The return type of a drafter's `build`."""
     module = drafter_module(drafter)
     built: type[Drafter] | None = get_type_hints(module.build).get("return")
     if built is None:
@@ -87,11 +82,7 @@ def drafter_class(drafter: str) -> type[Drafter]:
 
 
 def drafter_module(drafter: str) -> ModuleType:
-    """The module of a drafter.
-
-    Raises:
-        ValueError: there is no such drafter.
-    """
+    """The module of a drafter; raises ValueError if there is none of this name."""
     name, _ = split_settings(drafter)
     if name not in drafter_names():
         raise ValueError(f"unknown drafter {name!r}: use one of {', '.join(drafter_names())}")
@@ -155,8 +146,8 @@ WORDS = {"true": True, "false": False, "none": None}
 ALLOWED = {int: "a whole number", float: "a number", bool: "true or false", types.NoneType: "none", str: "a text"}
 
 
-def _value(text: str, hint: Any, what: str) -> Any:
-    """Parses a value by its type hint: int, float, bool, str, a literal, None, or a union of them."""
+def _value(text: str, hint: Any, prefix: str) -> Any:
+    """Parses a value by its type: int, float, bool, str, literal, None, or a union; errors begin with `prefix`."""
     hints = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for kind in sorted(hints, key=lambda kind: kind is str):  # any text is a str
         if get_origin(kind) is Literal and text in map(str, get_args(kind)):
@@ -170,4 +161,4 @@ def _value(text: str, hint: Any, what: str) -> Any:
                 continue
     literals = [str(value) for kind in hints if get_origin(kind) is Literal for value in get_args(kind)]
     allowed = " or ".join([*literals, *(ALLOWED[kind] for kind in hints if kind in ALLOWED)])
-    raise ValueError(f"{what}: use {allowed}")
+    raise ValueError(f"{prefix}: use {allowed}")

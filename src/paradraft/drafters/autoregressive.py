@@ -181,11 +181,6 @@ class PromptedDrafter(AutoregressiveDrafter):
 
     A drawn token depends only on the text and the position, so a guess that equals it is as good as drawn. The first
     pass of a round has no guesses. Drafts are chains.
-
-    Args:
-        lm: the draft model.
-        prompts: its prompt tokens.
-        size: most guesses and prompt tokens of a pass.
     """
 
     branching = "chain"
@@ -249,8 +244,7 @@ class PromptedDrafter(AutoregressiveDrafter):
     def _read(self, sampler: Sampler, unread: list[list[int]], guesses: Draft) -> tuple[Candidates, Tensor]:
         """Reads tokens and the guesses after them, and keeps the guesses that the draft model draws itself.
 
-        Returns:
-            Candidates after each of them; indices `[B, A]` of those that continue the draft, then `ABSENT`.
+        Returns candidates after each of them, and indices `[B, A]` of those that continue the draft, then `ABSENT`.
         """
         reading_BM = ragged.from_lists(unread, self.lm.device)
         B, M = reading_BM.shape

@@ -47,7 +47,6 @@ class PardDrafter(Drafter):
     """One pass of a causal LM that was trained with mask tokens.
 
     Args:
-        lm: the draft model.
         mask_id: its first mask token.
         masks: number of consecutive mask ids, one per position of the draft; the last for all later ones.
         previous: corrects the logits by the tokens drafted before, if the model has such a head.

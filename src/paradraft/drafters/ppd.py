@@ -48,7 +48,6 @@ class Plan:
     Args:
         machine: see `machine_of`.
         threads: most threads of a pass.
-        rule: the verification rule.
         temperature: of the measurement.
         size: most guesses and prompt tokens of a pass.
         accuracy: of the guesses, by depth and rank.
@@ -82,11 +81,7 @@ def plans_for(lm: CausalLM, plans: Sequence[Plan]) -> list[Plan]:
 
 
 def read_plans(draft: str) -> list[Plan]:
-    """The plans in a checkpoint's folder; none without a plan file.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
+    """The plans in a checkpoint's folder; none without a plan file."""
     file = Path(draft) / PLANS
     if not file.is_file():
         return []
@@ -97,11 +92,7 @@ def read_plans(draft: str) -> list[Plan]:
 
 
 def write_plan(draft: str, plan: Plan) -> Path:
-    """Writes a plan to a checkpoint's folder; replaces one for the same machine, threads, rule and temperature.
-
-    Raises:
-        ValueError: existing plans cannot be read, or the folder cannot be written.
-    """
+    """Writes a plan to a checkpoint's folder; replaces one for the same machine, threads, rule and temperature."""
     file, made_for = Path(draft) / PLANS, ("machine", "threads", "rule", "temperature")
     others = [each for each in read_plans(draft) if any(getattr(each, key) != getattr(plan, key) for key in made_for)]
     text = json.dumps([asdict(each) for each in [*others, plan]], indent=2) + "\n"
@@ -236,10 +227,6 @@ class PpdDrafter(Drafter):
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> PpdDrafter:
-    """Loads the prompt tokens.
-
-    Raises:
-        ValueError: there are none, they were trained for another target, or there are too few.
-    """
+    """Loads the prompt tokens."""
     head = read_head(locate(config.draft, "ppd"), "ppd", target.lm.model.config)
     return PpdDrafter(target, head, config)

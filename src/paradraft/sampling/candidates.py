@@ -77,7 +77,6 @@ def assemble(candidates: Candidates, tree: Tree | None, *, aside: float, faster:
     """Builds the draft of a round.
 
     Args:
-        candidates: of K positions.
         tree: the shape; None for the chain of the best.
         aside: factor in [0, 1] on the probability of a node below a side branch, where the candidates were computed for
             other ancestors; 0 draws no nodes below side branches.
@@ -104,13 +103,6 @@ def assemble_from(
     """`assemble` with candidates that are computed only as far as the tree needs them.
 
     A tree without a node at its last position would be the same with more positions.
-
-    Args:
-        candidates_at: computes the candidates from one position up to another, after the best tokens `[B, D]`.
-        K: number of positions.
-        tree: see `assemble`.
-        aside: see `assemble`.
-        faster: see `assemble`.
     """
     if tree is None or tree.budget is None:
         return assemble(candidates_at(0, K, None), tree, aside=aside)

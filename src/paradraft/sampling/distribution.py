@@ -40,8 +40,6 @@ def penalized_logits(
     answer, as in the OpenAI interface.
 
     Args:
-        logits_BNV: raw logits of any float type.
-        sampling: the settings.
         texts_BNT: the tokens before each position, prompt first; `ABSENT` may be anywhere. Ignored unless
             `sampling.reads_text`.
         prompt_lengths_B: number of prompt tokens.
@@ -98,9 +96,9 @@ def _same_shape(returned: object, logits_MV: Tensor) -> Tensor:
     return returned
 
 
-def _per_text(numbers_B: Tensor, N: int) -> list[int]:
+def _per_text(values_B: Tensor, N: int) -> list[int]:
     """Repeats each row's number for its N texts."""
-    return [number for number in numbers_B.tolist() for _ in range(N)]
+    return [value for value in values_B.tolist() for _ in range(N)]
 
 
 def _counts(texts_BNT: Tensor, vocab_size: int) -> Tensor:
@@ -115,10 +113,7 @@ def filtered_logits(logits_BNV: Tensor, sampling: Sampling) -> Tensor:
     """Logits after temperature (above 0), top-k, top-p and min-p, at least in float32; removed tokens are -inf.
 
     The order and the treatment of ties follow `transformers`: temperature, top-k (ties with the k-th stay), top-p (the
-    token that crosses p stays), min-p.
-
-    Returns:
-        `[B, N, V]`; all NaN at a position whose largest logit is not a finite number.
+    token that crosses p stays), min-p. All NaN at a position whose largest logit is not a finite number.
     """
     logits = logits_BNV if logits_BNV.dtype == torch.float64 else logits_BNV.float()
     is_valid_BN1 = logits.amax(-1, keepdim=True).isfinite()

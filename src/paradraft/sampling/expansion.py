@@ -31,10 +31,7 @@ def expanded(
     """Drafts depth by depth.
 
     Args:
-        sampler: of the drafter.
-        tree: the shape; None for chains.
         first_B1V: logits after the last committed token.
-        expand: see `Expand`.
         k: most tokens of a path.
         widest: most nodes to expand at a depth of a tree with a budget.
     """
@@ -135,12 +132,9 @@ def likeliest_nodes(
     """The draft of the `budget` likeliest nodes.
 
     Args:
-        tokens_BN: of the nodes.
         parents_BN: earlier nodes, or -1.
         values_BN: log of the estimated probability of the path to each node; never above its parent's, so that the
             ancestors of a selected node are selected too. -inf for absent nodes.
-        budget: most nodes.
-        confidence_BN: see `Draft`.
 
     >>> tokens, parents = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[-1, -1, 0, 1]])
     >>> draft = likeliest_nodes(tokens, parents, torch.tensor([[-0.1, -2.0, -0.3, -2.5]]), 3)

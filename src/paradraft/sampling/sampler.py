@@ -37,14 +37,7 @@ row, and positions `[B, R]`. Returns None for inputs that it does not support.""
 
 
 class Sampler:
-    """Applies the `Sampling` of each row.
-
-    Args:
-        requests: the first rows.
-        drafting: its rule decides how candidates are drawn.
-        device: of all tensors.
-        faster: replaces `draw`.
-    """
+    """Applies the `Sampling` of each row; `faster` replaces `draw`."""
 
     def __init__(
         self,
@@ -122,7 +115,6 @@ class Sampler:
         """The token `[B, R]` at each position: argmax of log p plus that position's noise; `INVALID` if p has NaN.
 
         Args:
-            logits_BRV: raw logits.
             depths_BR: number of drafted tokens between the committed text and each position.
             paths_BRD: these tokens, padded with `ABSENT`; None without any.
         """
@@ -173,9 +165,6 @@ class Sampler:
         replacement, with separate random numbers; a tree grown to a budget takes the likeliest tokens.
 
         Args:
-            logits_BRV: raw logits of the draft model.
-            depth: of the first position.
-            count: C.
             path_BD: `[B, depth]` drafted tokens before the first position, for settings that read the text. At later
                 positions the best candidates are taken as the tokens before.
         """
@@ -185,15 +174,10 @@ class Sampler:
         return self.candidates_at(logits_BRV, depths_BR, count, None if path_BD is None else path_BD[:, None])
 
     def candidates_after(self, logits_BRV: Tensor, depth: int, count: int, paths_BRD: Tensor) -> Candidates:
-        """The candidates of a drafter after R nodes of one depth, which share the random numbers of their position.
+        """The candidates of a drafter after R nodes of one depth, whose tokens from the root are `paths_BRD`.
 
-        Sharing is correct: at most one of these nodes is accepted, and these numbers do not influence which one.
-
-        Args:
-            logits_BRV: raw logits of the draft model after each node.
-            depth: of the candidates.
-            count: C.
-            paths_BRD: `[B, R, depth]` the drafted tokens before them.
+        They share the random numbers of their position: at most one of these nodes is accepted, and these numbers do
+        not influence which one.
         """
         depths_BR = _consecutive(depth, 1, logits_BRV.device).expand(-1, logits_BRV.shape[1])
         return self.candidates_at(logits_BRV, depths_BR, count, paths_BRD)

@@ -32,11 +32,7 @@ def check_rule_name(rule: str) -> None:
 
 
 def load_rule(rule: str) -> Verify:
-    """The rule of a name, optionally with settings, such as "typical:epsilon=0.05:delta=0.2".
-
-    Raises:
-        ValueError: there is no such rule or setting.
-    """
+    """The rule of a name, optionally with settings, such as "typical:epsilon=0.05:delta=0.2"."""
     check_rule_name(rule)
     from paradraft.verify import typical
     from paradraft.verify.rules import RULES

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
-def decreasing(numbers: Sequence[float]) -> list[float]:
+def decreasing(values: Sequence[float]) -> list[float]:
     """Isotonic (non-increasing) fit: where a later number is larger than those before it, all become their mean.
 
     So the marginal gain of each node is at most that of the nodes before it, and a threshold selects a prefix.
@@ -17,8 +17,8 @@ def decreasing(numbers: Sequence[float]) -> list[float]:
     [0.6, 0.25, 0.25, 0.2]
     """
     means: list[tuple[float, int]] = []
-    for number in numbers:
-        mean, count = number, 1
+    for value in values:
+        mean, count = value, 1
         while means and means[-1][0] < mean:
             before, before_count = means.pop()
             mean, count = (before * before_count + mean * count) / (before_count + count), before_count + count
@@ -47,12 +47,7 @@ class Counts:
 
 
 class AcceptanceShares:
-    """Acceptance rates of the nodes of a draft: over all rows, and by row.
-
-    Args:
-        most: largest number of nodes of a draft.
-        is_chain: whether drafts are chains.
-    """
+    """Acceptance rates of the at most `most` nodes of a draft: over all rows, and by row."""
 
     MEMORY = 0.97
     """Decay of the counts over all rows per round in which some row drafts."""
@@ -69,7 +64,7 @@ class AcceptanceShares:
         self.most = most
         self.is_chain = is_chain
         self._all = Counts()
-        self._there = [(self.FIRST_PRIOR, self.FIRST_PRIOR)] * most
+        self._drafted = [(self.FIRST_PRIOR, self.FIRST_PRIOR)] * most
         """By node, the weighted rounds in which it was requested, and in which the drafter returned it."""
         self._rows: list[Counts] = []
 
@@ -85,25 +80,25 @@ class AcceptanceShares:
         """Drops the other rows."""
         self._rows = [self._rows[row] for row in rows]
 
-    def learn(self, asked: Sequence[int], drafted: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+    def learn(self, requested: Sequence[int], drafted: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Adds a round.
 
         Args:
-            asked: by row, the number of requested nodes; 0 for rows to ignore.
+            requested: by row, the number of requested nodes; 0 for rows to ignore.
             drafted: by row, the number of drafted nodes.
             paths: by row, the accepted nodes.
         """
-        longest = max(asked)
+        longest = max(requested)
         self._all.fade(longest, self.MEMORY)
         for node in range(longest):
-            self._there[node] = self._there[node][0] * self.MEMORY, self._there[node][1] * self.MEMORY
-        for row, nodes in enumerate(asked):
+            self._drafted[node] = self._drafted[node][0] * self.MEMORY, self._drafted[node][1] * self.MEMORY
+        for row, nodes in enumerate(requested):
             if nodes:
                 self._rows[row].fade(nodes, self.ROW_MEMORY)
                 accepted = set(paths[row])
                 for node in range(nodes):
-                    times, there = self._there[node]
-                    self._there[node] = times + 1.0, there + (node < drafted[row])
+                    rounds, drafted_rounds = self._drafted[node]
+                    self._drafted[node] = rounds + 1.0, drafted_rounds + (node < drafted[row])
                     if not self.is_chain or node == 0 or node - 1 in accepted:
                         for counts in (self._all, self._rows[row]):
                             counts.could[node] += 1.0
@@ -132,6 +127,6 @@ class AcceptanceShares:
         """Shares from rates: a node of a chain is accepted only if all nodes before it are."""
         return decreasing(list(itertools.accumulate(rates, operator.mul)) if self.is_chain else rates)
 
-    def there(self) -> list[float]:
+    def drafted_nodes(self) -> list[float]:
         """Mean number of drafted tokens if 0, 1, 2, … nodes are requested."""
-        return list(itertools.accumulate((there / times for times, there in self._there), initial=0.0))
+        return list(itertools.accumulate((drafted / rounds for rounds, drafted in self._drafted), initial=0.0))

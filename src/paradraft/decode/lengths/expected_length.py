@@ -21,13 +21,7 @@ from paradraft.tree import Tree
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Number of nodes that each row drafts, with the expected yield.
-
-    Args:
-        nodes: by row.
-        tokens: expected by row, the target's own included.
-        seconds: expected for the round.
-    """
+    """Nodes to draft and expected tokens by row, the target's own included; expected time of the round."""
 
     nodes: tuple[int, ...]
     tokens: tuple[float, ...]
@@ -53,9 +47,6 @@ class Expected:
     Exploration: other plans are tried for a round, as long as the time lost stays within `EXPLORE` of all time. A trial
     that pays loses nothing, so another follows at once. The first trial of an engine may be disturbed or unlucky, so
     the first three are short and do not wait until their losses are recovered. Statistics stay for the next batch.
-
-    Args:
-        k: most tokens of a path.
     """
 
     wants_confidence = False
@@ -99,7 +90,7 @@ class Expected:
         self._unread: list[int] = []
         """By row, the tokens committed since it last drafted, its prompt's included if it never did."""
         self._room: list[int] = []
-        self._asked: list[int] = []
+        self._requested: list[int] = []
         self._drafting: set[int] = set()
         self._forget_plan()
 
@@ -130,8 +121,8 @@ class Expected:
     def next(self) -> list[int]:
         """See `LengthPolicy`."""
         if not self._costs.knows_plain(self._rows):
-            self._asked = [0] * self._rows
-            return self._asked
+            self._requested = [0] * self._rows
+            return self._requested
         if self._plan is None or (self._drafting and self._age >= self.EVERY):
             self._age = 0
             self._plan = self._choose()
@@ -139,8 +130,8 @@ class Expected:
         is_soon = self._since_try >= self.SOON and self._is_early(self._plan)
         if self._try is None and (self._lost_s <= 0.0 or is_soon):
             self._begin_try(self._plan)
-        self._asked = list(self._plan.nodes if self._try is None else self._try)
-        return self._asked if self._acceptance.is_chain else [self.k if nodes else 0 for nodes in self._asked]
+        self._requested = list(self._plan.nodes if self._try is None else self._try)
+        return self._requested if self._acceptance.is_chain else [self.k if nodes else 0 for nodes in self._requested]
 
     def _is_early(self, plan: Plan) -> bool:
         """Whether the next trial is one of the first `EARLY_TRIES`, from a plan without drafts."""
@@ -169,36 +160,36 @@ class Expected:
 
     def cut(self, draft: Draft) -> Draft:
         """Removes the last nodes of a tree, which are not worth their time."""
-        if self._acceptance.is_chain or draft.tokens.shape[1] <= min(self._asked):
+        if self._acceptance.is_chain or draft.tokens.shape[1] <= min(self._requested):
             return draft
         device = draft.tokens.device
-        return draft.where(upload(range(draft.tokens.shape[1]), device) < upload(self._asked, device)[:, None])
+        return draft.where(upload(range(draft.tokens.shape[1]), device) < upload(self._requested, device)[:, None])
 
     def _choose(self) -> Plan:
         """The best plan over all thresholds of the nodes' shares."""
-        shares, there = self._acceptance.shares(), self._acceptance.there()
+        shares, drafted = self._acceptance.shares(), self._acceptance.drafted_nodes()
         self._reading_s = self._costs.reading_s()
         sums = [list(itertools.accumulate(row, initial=1.0)) for row in shares]
-        plain = self._plan_of([0] * self._rows, sums, there)
+        plain = self._plan_of([0] * self._rows, sums, drafted)
         if not self._costs.knows_drafts:
             return plain
         rising = [[-share for share in row] for row in shares]
         thresholds = sorted({share for row in shares for share in row})
         plans = []
         for threshold in thresholds[:: len(thresholds) // self.CANDIDATES + 1]:
-            plans.append(self._plan_of([bisect.bisect_right(row, -threshold) for row in rising], sums, there))
+            plans.append(self._plan_of([bisect.bisect_right(row, -threshold) for row in rising], sums, drafted))
         best = max(plans, key=lambda plan: plan.rate)
         is_better = best.rate > plain.rate * (1.0 if self._drafting else self.GAIN)
         if sum(nodes > 0 for nodes in best.nodes) > self._costs.rows_to_try:
             order = sorted(range(self._rows), key=lambda row: -best.tokens[row])[: self._costs.rows_to_try]
-            best = self._plan_of([nodes if row in order else 0 for row, nodes in enumerate(best.nodes)], sums, there)
+            best = self._plan_of([nodes if row in order else 0 for row, nodes in enumerate(best.nodes)], sums, drafted)
             self._age = self.EVERY - 2  # recompute after two rounds, with a new measurement
         self._almost = best if not is_better and best.rate > self.ALMOST * plain.rate else None
         return best if is_better else plain
 
-    def _plan_of(self, nodes: list[int], sums: Sequence[Sequence[float]], there: Sequence[float]) -> Plan:
+    def _plan_of(self, nodes: list[int], sums: Sequence[Sequence[float]], drafted: Sequence[float]) -> Plan:
         """The plan that drafts `nodes` in each row."""
-        drafting = [there[count] for count in nodes if count]
+        drafting = [drafted[count] for count in nodes if count]
         seconds = self._costs.seconds(self._rows, drafting, self._depth(nodes))
         tokens = tuple(row[count] for row, count in zip(sums, nodes, strict=True))
         for row, count in enumerate(nodes):
@@ -213,15 +204,15 @@ class Expected:
     def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
         """See `LengthPolicy`."""
         # A finished row drafts nothing, and an answer may end at its length limit.
-        asked = [nodes if tokens else 0 for nodes, tokens in zip(self._asked, output.tokens, strict=True)]
-        drafting = {row for row, nodes in enumerate(asked) if nodes}
+        requested = [nodes if tokens else 0 for nodes, tokens in zip(self._requested, output.tokens, strict=True)]
+        drafting = {row for row, nodes in enumerate(requested) if nodes}
         begin = drafting - self._drafting
         is_first = bool(begin) or bool(drafting) != bool(self._drafting)
         self._drafting = drafting
         self._costs.learn(
             self._rows,
             [output.nodes[row] for row in sorted(drafting)],
-            self._depth(asked),
+            self._depth(requested),
             draft_s=draft_s,
             verify_s=verify_s,
             other_s=other_s,
@@ -233,7 +224,7 @@ class Expected:
             self._unread[row] = len(tokens) + (0 if row in drafting else self._unread[row])
             self._room[row] -= len(tokens)
         if drafting:
-            rows = zip(asked, output.nodes, output.finished, strict=True)
+            rows = zip(requested, output.nodes, output.finished, strict=True)
             could = [drafted if is_finished else nodes for nodes, drafted, is_finished in rows]
             if any(could):
                 self._acceptance.learn(could, output.nodes, output.paths)

@@ -66,11 +66,8 @@ class Times:
         return len(self._groups.get(self._group(size), ())) == self.LAST
 
     def of(self, size: float) -> float:
-        """The interpolated time of a size: above the largest on the line through the first and the last point, below
+        """The interpolated time of a size; linear above the largest measured size, constant below the smallest.
         the smallest constant.
-
-        Raises:
-            ValueError: nothing was measured.
         """
         if not self.points:
             raise ValueError("no pass was measured")
@@ -127,7 +124,6 @@ class RoundCosts:
         Args:
             rows: of the batch; requires `knows_plain(rows)`.
             nodes: of each drafting row; requires `knows_drafts`, unless there are none.
-            depth: of the draft.
         """
         more = self._draft_time(len(nodes), depth) if nodes else 0.0
         return self._target_s.of(self._size(rows, nodes)) + more + self._other_s
@@ -170,15 +166,9 @@ class RoundCosts:
         is_first: bool,
         is_usual: bool,
     ) -> None:
-        """Adds a round.
+        """Adds a round; see `seconds`.
 
         Args:
-            rows: see `seconds`.
-            nodes: see `seconds`.
-            depth: see `seconds`.
-            draft_s: the drafter's time.
-            verify_s: the target's time.
-            other_s: the remaining time.
             unread: tokens of the rows that begin to draft, which the drafter had to read.
             is_first: whether drafting began in some row, or ended in all, since the previous round. The drafter then
                 reads the tokens committed meanwhile, or the CPU caches still hold its data: such times are ignored.

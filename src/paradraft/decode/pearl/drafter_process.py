@@ -58,11 +58,7 @@ class Server:
                 self._send(*(("mistake", message) if is_mistake else ("failure", f"{type(error).__name__}: {message}")))
 
     def load(self, setup: Setup) -> None:
-        """Loads the drafter; answers with its attributes and warnings.
-
-        Raises:
-            ValueError: it does not fit the target, or the sides have different versions.
-        """
+        """Loads the drafter; answers with its attributes and warnings."""
         if (mine := versions()) != setup.versions:
             raise ValueError(
                 f"the target's side has {_listed(setup.versions)}, the drafter's {_listed(mine)}: install the same"

@@ -73,11 +73,6 @@ def decode_round_ahead(batch: AheadBatch) -> RoundOutput:
 def draft_ahead(draft: Draft, verdict: Verdict, window: Draft) -> Draft:
     """The next draft: the rest of the window in rows where draft and bonus token were right, nothing in others.
 
-    Args:
-        draft: the verified chain.
-        verdict: on `draft`.
-        window: the chain drafted after `draft`.
-
     >>> verdict = Verdict.of(draft := Draft.chain(torch.tensor([[5, 6]])), torch.tensor([[0, 1]]), torch.tensor([7]))
     >>> draft_ahead(draft, verdict, Draft.chain(torch.tensor([[7, 8, 9]]))).tokens.tolist()
     [[8, 9]]
@@ -94,13 +89,7 @@ def draft_ahead(draft: Draft, verdict: Verdict, window: Draft) -> Draft:
 
 
 class DrafterThread:
-    """Runs a drafter in a thread of this process, on a GPU in a separate stream.
-
-    Args:
-        drafter: must not be used elsewhere between `begin` and `take`.
-        device: of the target.
-        is_native: whether all passes of both sides are in C++.
-    """
+    """Runs a drafter in a thread, on a GPU in a separate stream; it belongs to the thread from `begin` to `take`."""
 
     def __init__(self, drafter: Drafter, device: torch.device, *, is_native: bool) -> None:
         self._drafter = drafter
@@ -140,12 +129,6 @@ class AheadBatch(Batch):
     """A batch whose drafter is a round ahead; drafts are chains, and `lengths` decides γ.
 
     The drafter runs in a separate thread, unless it is in another process.
-
-    Args:
-        target: see `Batch`.
-        drafter: must have `can_run_ahead`.
-        overlap: see `paradraft.engine.speculation.Speculation`.
-        settings: those of `Batch`.
     """
 
     def __init__(self, target: Target, drafter: Drafter, *, overlap: str = "both", **settings: Any) -> None:

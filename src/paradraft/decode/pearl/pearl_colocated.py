@@ -22,12 +22,7 @@ from paradraft.ragged import from_lists, to_lists
 
 
 class CoLocatedDrafter(Drafter):
-    """Two copies of a drafter: the second one drafts after the tokens of the first.
-
-    Args:
-        first: on the target's last device; drafts the longer half.
-        second: on the target's first device.
-    """
+    """Two copies of a drafter, on the target's last and first device; the second continues the draft of the first."""
 
     can_run_ahead = True
 

@@ -52,15 +52,7 @@ FRESH = ("load", "start")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The arguments of `load_drafter` for the other side.
-
-    Args:
-        drafter: name and settings.
-        draft: the draft model.
-        runtime: of the draft model.
-        target: its facts.
-        versions: of the libraries that affect tokens; must be the same on both sides.
-    """
+    """The arguments of `load_drafter` for the other side, and library versions that must be the same on both sides."""
 
     drafter: str
     draft: str | None
@@ -76,14 +68,7 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """The time span of a side's work, in seconds of `time.perf_counter`, which all processes of a machine share.
-
-    Args:
-        side: "target" or "draft".
-        began_s: start.
-        ended_s: end.
-        asked_s: time of the request.
-    """
+    """Start, end and request time of a side's work, by `time.perf_counter`, which all processes of a machine share."""
 
     side: str
     began_s: float
@@ -92,12 +77,7 @@ class Span:
 
 
 class DrafterProcess:
-    """A running drafter process.
-
-    Args:
-        placement: its CPUs, device and timeout.
-        channel: to an existing process; None starts one on this machine.
-    """
+    """A running drafter process: that of `channel`, or a new one on this machine."""
 
     def __init__(self, placement: Placement, channel: Channel | None = None) -> None:
         self.placement = placement
@@ -128,11 +108,7 @@ class DrafterProcess:
         self._end()
 
     def tell(self, name: str, *content: Any) -> None:
-        """Sends a message without waiting for its execution.
-
-        Raises:
-            DrafterLostError: the process is lost.
-        """
+        """Sends a message without waiting for its execution; raises `DrafterLostError` if the process is lost."""
         self._serial += name in FRESH
         self._question += name in QUESTIONS
         unused, self._unused[:] = tuple(self._unused), ()
@@ -155,9 +131,6 @@ class DrafterProcess:
 
     def answer(self, timeout_s: float | None = None) -> Any:
         """Waits for an answer; after an error the other side ignores messages until the next of `FRESH`.
-
-        Args:
-            timeout_s: None for the placement's.
 
         Raises:
             DrafterLostError: the process is lost and was killed, or it has failed.
@@ -235,12 +208,7 @@ def _end(channel: Channel, process: subprocess.Popen[bytes] | None, owner: int) 
 
 
 class RemoteDrafter(Drafter):
-    """Proxy of a drafter in another process.
-
-    Raises:
-        ValueError: the drafter cannot be loaded.
-        DrafterLostError: the process ended while it loaded.
-    """
+    """Proxy of a drafter in another process; see `DrafterProcess.load`."""
 
     can_run_ahead = True
 

@@ -35,11 +35,7 @@ OF_MISTRAL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 def mistral_like(config: PretrainedConfig, layers: int) -> MistralConfig:
-    """Config of Mistral layers in the target's size: attention without biases, and without norms of queries and keys.
-
-    Raises:
-        ValueError: the target is none of `OF_MISTRAL`.
-    """
+    """Config of Mistral layers in the target's size: attention without biases, and without query and key norms."""
     if config.model_type not in OF_MISTRAL:
         raise ValueError(
             f"Mistral's layers cannot stand beside a {config.model_type} model, only beside {', '.join(OF_MISTRAL)}"
@@ -56,15 +52,7 @@ def mistral_like(config: PretrainedConfig, layers: int) -> MistralConfig:
 def layers_like(
     config: PretrainedConfig, layers: int, *, dtype: torch.dtype, device: str = "cpu", mistral: bool = False
 ) -> PreTrainedModel:
-    """A causal LM with random layers of a target's shape, whose embedding and output head are not used.
-
-    Args:
-        config: the target's.
-        layers: number of layers.
-        dtype: of the weights.
-        device: "meta" takes no memory.
-        mistral: whether to use `mistral_like` layers.
-    """
+    """A causal LM with random layers of a target's shape, or `mistral_like`; embedding and output head are not used."""
     config = mistral_like(config, layers) if mistral else copy.deepcopy(config)
     config.num_hidden_layers = layers
     config.vocab_size = UNUSED_ROWS
@@ -84,11 +72,7 @@ def layers_like(
 
 
 def target_layers(head: Head) -> tuple[int, ...]:
-    """The target layers whose states a checkpoint reads; default: after the final norm.
-
-    Raises:
-        ValueError: `target_layers` of its config is no list of layers.
-    """
+    """The target layers whose states a checkpoint reads; default: after the final norm."""
     layers = head.config.get("target_layers", [FINAL_NORM])
     if not isinstance(layers, list) or not layers or any(type(layer) is not int for layer in layers):
         raise ValueError(f"draft {head.name!r}: target_layers in its config.json is {layers!r}: train it again")
@@ -125,10 +109,8 @@ class DraftLayers:
     """Draft layers with their KV cache and the pending tokens and states of each row.
 
     Args:
-        target: the model whose tokens and states are read.
         head: the checkpoint. It has the layers' weights, named as in the body of a causal LM, such as
             "layers.0.mlp.up_proj.weight", and "norm.weight" if its config has `final_norm`.
-        runtime: the target's.
         layers: target layers whose states are read, numbered as in `Forward`; several are joined by the checkpoint's
             "fuse.weight". Without any, only tokens are read.
         joined: maps the embeddings `[…, D]` of tokens and the states `[…, D]` from which they were predicted to the
@@ -303,7 +285,6 @@ class DraftLayers:
         Args:
             present_BN: 0 where a row has a vector, else `ABSENT`.
             parents_BN: index of the vector before each; -1 for the last one in the cache; None for a chain.
-            vectors_BND: inputs.
         """
         first_B1 = torch.zeros_like(present_BN[:, :1])
         out = self.lm.forward(present_BN, parents_BN, first_B1, hidden_layers=(self.returned,), vectors=vectors_BND)
@@ -331,7 +312,6 @@ class Masks:
     Args:
         head: the checkpoint: "masks.embeddings" has one row per position of the draft after the first, or one for all;
             "masks.state" is their state. Without it they use the state before the last committed token.
-        device: of the tensors.
 
     Raises:
         ValueError: the checkpoint has no masks.
@@ -347,12 +327,7 @@ class Masks:
         """None if one mask serves all positions, also those beyond the training."""
 
     def __call__(self, states_BD: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Embeddings and states `[B, k - 1, D]` of the masks for K = k.
-
-        Args:
-            states_BD: those before each row's last token; `[B, 0]` if no states are read.
-            k: number of drafted tokens.
-        """
+        """Embeddings and states `[B, k - 1, D]` of the masks, from the states before each row's last token, if any."""
         which = torch.arange(k - 1, device=states_BD.device).clamp(max=len(self._embeddings_KD) - 1)
         masks_BKD = self._embeddings_KD[which].expand(len(states_BD), -1, -1)
         states = states_BD[:, None] if self._state_D is None else self._state_D.to(states_BD.dtype)

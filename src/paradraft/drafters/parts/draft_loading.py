@@ -20,11 +20,7 @@ _PROBE = "def f(x):\n    return 'Grüße, 世界' + str(x ** 2)  # 1234\n"
 
 
 def load_draft_lm(folder: str, target: Target | TargetFacts, runtime: Runtime) -> CausalLM:
-    """Loads a draft model; `folder` is a folder or a Hugging Face id, `runtime` the target's.
-
-    Raises:
-        ValueError: there is no such model, or its tokens or capacity do not fit the target's.
-    """
+    """Loads a draft model; raises ValueError if its tokens or its capacity do not fit the target's."""
     needed = target.vocab_size
     check_draft_config(folder, config_of(folder), vocab_size=needed, capacity=target.capacity)
     _check_draft_tokens(folder, target)
@@ -48,17 +44,7 @@ def _check_draft_tokens(folder: str, target: Target | TargetFacts) -> None:
 
 
 def check_draft_config(folder: str, config: PretrainedConfig, *, vocab_size: int, capacity: int) -> None:
-    """Checks a draft model's vocabulary and context length against the target's.
-
-    Args:
-        folder: of the draft model, for messages.
-        config: of the draft model.
-        vocab_size: of the target.
-        capacity: most tokens of a row of the target.
-
-    Raises:
-        ValueError: vocabulary or context is smaller than the target's.
-    """
+    """Raises ValueError if a draft model's vocabulary or context length is smaller than the target's."""
     if config.vocab_size < vocab_size:
         raise ValueError(
             f"draft {folder!r} knows {config.vocab_size} tokens, the target {vocab_size}: use one of the same family"

@@ -26,15 +26,7 @@ def draft_of_pass(
     correction: Correction | None = None,
     states_BKD: Tensor | None = None,
 ) -> Draft:
-    """Draws the tokens of all depths.
-
-    Args:
-        sampler: of the drafter.
-        tree: the shape of the draft; None for chains.
-        logits_BKV: by depth.
-        correction: corrects the logits by the tokens drafted before; None without a previous-token head.
-        states_BKD: of `logits_BKV`, for the correction.
-    """
+    """Draws the tokens of all depths from logits, and for a previous-token head from their hidden states too."""
     if correction is not None and states_BKD is not None:
         return correction.draft(sampler, tree, logits_BKV, states_BKD)
     count = candidates_needed(tree)

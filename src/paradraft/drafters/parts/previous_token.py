@@ -71,21 +71,12 @@ class PreviousTokenHead(nn.Module):
         return self.memory.in_features
 
     def remember(self, read_MX: Tensor, memory_MX: Tensor | None) -> Tensor:
-        """The memories `[M, X]` after one more token.
-
-        Args:
-            read_MX: `state` of the rows' states plus `token` of the embeddings before them.
-            memory_MX: the previous memories; None for the first masks.
-        """
+        """The next memories `[M, X]`; `read_MX` is `state` of the states plus `token` of the embeddings before them."""
         return silu(read_MX if memory_MX is None else read_MX + self.memory(memory_MX))
 
 
 def new_head(model: PreTrainedModel, rank: int, *, seed: int) -> PreviousTokenHead:
-    """An untrained head, which changes nothing yet.
-
-    Raises:
-        ValueError: the model's logits are not linear in its states.
-    """
+    """An untrained head, which changes nothing yet."""
     check_linear(model.config, f"previous_token_rank={rank}")
     is_meta = model.device.type == "meta"
     embeddings, states = (1.0, 1.0) if is_meta else (max(size, 1e-6) for size in sizes_of(model))
@@ -101,11 +92,7 @@ def stored_head(head: PreviousTokenHead, config: PretrainedConfig) -> dict[str, 
 
 
 def load_head(config: PretrainedConfig) -> PreviousTokenHead | None:
-    """The head of a PARD model, in float32; None if it has none.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """The head of a PARD model, in float32; None if it has none."""
     rank, name = getattr(config, RANK, None), config.name_or_path
     if rank is None:
         return None
@@ -119,11 +106,7 @@ def load_head(config: PretrainedConfig) -> PreviousTokenHead | None:
 
 
 def previous_token_head(head: Head) -> PreviousTokenHead:
-    """The head of a head checkpoint.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """The head of a head checkpoint."""
     weights = {name: weight for name, weight in head.weights.items() if name.startswith(PREFIX)}
     try:
         return _head_of(
@@ -150,12 +133,7 @@ def _head_of(weights: dict[str, Tensor], rank: int, width: int) -> PreviousToken
 
 
 class Correction:
-    """Drafts token by token from the outputs of one pass, corrected by a previous-token head.
-
-    Args:
-        lm: the model whose embedding and output head are used, `[V, D]` each.
-        head: its matrices.
-    """
+    """Drafts token by token from the outputs of one pass of `lm`, corrected by a previous-token head."""
 
     @torch.no_grad()
     def __init__(self, lm: CausalLM, head: PreviousTokenHead) -> None:
