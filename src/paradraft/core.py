@@ -212,7 +212,6 @@ class Verdict:
         path: `[B, N]` indices of the accepted nodes from the root down, then `ABSENT`.
         accepted: `[B]` number of accepted nodes.
         tokens: `[B, N + 1]` the committed tokens: the accepted ones, the recovered or bonus token, then `ABSENT`.
-        drawn: see `Committed`.
     """
 
     path: Tensor
@@ -348,7 +347,7 @@ class Drafter:
         """The state of a row that leaves, for its first `most` tokens; see `restore`."""
 
     def restore(self, row: int, saved: Any, shared: int) -> None:
-        """Reuses the saved state of another row in one that has just joined; their common prefix has `shared` tokens."""
+        """Reuses the saved state of another row in one that just joined; their common prefix has `shared` tokens."""
 
     def close(self) -> None:
         """Releases resources outside of this process; the drafter cannot be used afterwards."""

@@ -21,7 +21,6 @@ class Stage:
     """A pipeline stage: the device of some layers of a target.
 
     Args:
-        device: a torch device.
         cpus: numbers of the CPUs that compute the layers, if the device is the CPU; None for all.
     """
 

@@ -20,10 +20,6 @@ def module_names(folders: Iterable[str], group: str) -> list[str]:
 def find_module(name: str, package: str, folders: Iterable[str], group: str) -> ModuleType:
     """Imports a module that `module_names` lists.
 
-    Args:
-        package: import path of the package whose files are searched.
-        folders: of the package, its `__path__`.
-
     Raises:
         ValueError: several packages offer the name, or another package's module cannot be imported.
     """

@@ -137,7 +137,6 @@ class Sampling:
 
 
 def _biases(setting: object) -> tuple[tuple[int, float], ...]:
-    """Pairs of token id and bias, sorted by id."""
     example = "use token ids and numbers, such as {50256: -100.0}"
     pairs = list(setting.items()) if isinstance(setting, Mapping) else setting
     kinds = (list, tuple)

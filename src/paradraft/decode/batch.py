@@ -59,10 +59,10 @@ class KeptRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A request in chunked prefill; `begun` is the kept row with the longest common prefix, and its length."""
+    """A request in chunked prefill; `prefix` is the kept row with the longest common prefix, and its length."""
 
     generation: Generation
-    begun: tuple[KeptRow, int] | None
+    prefix: tuple[KeptRow, int] | None
 
 
 class Batch:
@@ -139,7 +139,7 @@ class Batch:
         self.clock.skip()
         requests = [generation.so_far for generation in generations]
         self.clock.join(request.id for request in requests)
-        prefixes = [self._begun(request.tokens) for request in requests]
+        prefixes = [self._longest_prefix(request.tokens) for request in requests]
         prompt = self.target.join(requests, [prefix and (prefix[0].target, prefix[1]) for prefix in prefixes])
         self._admit(generations, requests, prompt, prefixes)
         self.clock.lap("prefill")
@@ -153,7 +153,6 @@ class Batch:
         prompt: Committed,
         prefixes: Sequence[tuple[KeptRow, int] | None],
     ) -> None:
-        """Adds requests to the rounds after their prefill."""
         self.drafter.join(requests, prompt)
         for row, prefix in enumerate(prefixes, start=len(self.generations)):
             if prefix is not None:
@@ -167,14 +166,14 @@ class Batch:
         assert self.generations and self.reading is None
         request = generation.so_far
         self.clock.join([request.id])
-        prefix = self._begun(request.tokens)
+        prefix = self._longest_prefix(request.tokens)
         self.target.begin(request, prefix and (prefix[0].target, prefix[1]))
-        self.reading = Reading(generation=generation, begun=prefix)
+        self.reading = Reading(generation=generation, prefix=prefix)
 
     def read(self, most: int) -> int:
         """Prefills the next chunk of at most `most` tokens, and returns its size; the request joins after the last."""
         assert self.reading is not None
-        generation, prefix = self.reading.generation, self.reading.begun
+        generation, prefix = self.reading.generation, self.reading.prefix
         self.clock.skip()
         try:
             tokens, prompt = self.target.read(most)
@@ -189,9 +188,9 @@ class Batch:
 
     def unread(self, request: Request) -> int:
         """Number of prompt tokens to prefill, without those that the prefix cache has."""
-        return _unread(request.tokens, self._begun(request.tokens))
+        return _unread(request.tokens, self._longest_prefix(request.tokens))
 
-    def _begun(self, tokens: list[int]) -> tuple[KeptRow, int] | None:
+    def _longest_prefix(self, tokens: list[int]) -> tuple[KeptRow, int] | None:
         """The cached row with the longest common prefix, and its length; None if no row shares a token."""
         if not self._kept:
             return None
@@ -200,7 +199,6 @@ class Batch:
         return (self._kept[best], shared[best]) if shared[best] else None
 
     def _save(self, leaving: Collection[Generation]) -> None:
-        """Adds finished requests to the prefix cache."""
         if not self._kept.maxlen:
             return
         for row, generation in enumerate(self.generations):

@@ -36,14 +36,14 @@ class Generation:
         self.tokens: list[int] = []
         """The new tokens."""
         self.accepted: list[int] = []
-        """By round, the accepted tokens."""
+        """By round, the number of accepted tokens."""
         self.drafted: list[int] = []
-        """By round, the drafted tokens, side branches included."""
+        """By round, the number of drafted tokens, side branches included."""
         self.logprobs: list[TokenLogprobs] = []
         """Of the tokens, for a request with `logprobs`."""
         self.round_ends: list[int] = []
         """By round, the length of `tokens` after it."""
-        self.asked_s = time.perf_counter()
+        self.arrived_s = time.perf_counter()
         """Arrival time of the request."""
         self.delivered_s: list[float] = []
         """By round, seconds from the arrival of the request to the delivery of its tokens."""
@@ -99,7 +99,6 @@ class Generation:
 
         Args:
             committed: the accepted tokens, then the target's own; `INVALID` where none could be chosen.
-            logprobs: of `committed`, for a request with `logprobs`.
 
         Returns:
             The tokens that belong to the answer; none if it had ended before, or if it fails.
@@ -129,7 +128,7 @@ class Generation:
         self.logprobs += logprobs[: len(new)]
         self.round_ends.append(len(self.tokens))
         # The tokens are on the host, so the GPU's work is done.
-        self.delivered_s.append(time.perf_counter() - self.asked_s)
+        self.delivered_s.append(time.perf_counter() - self.arrived_s)
         if reason is None and len(self.tokens) == self.request.max_new_tokens:
             reason = "length"
         if reason is not None and self._text is not None:

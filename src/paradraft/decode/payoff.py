@@ -177,7 +177,6 @@ def advice(
 
     Args:
         slower: slowdown against plain rounds, if it is certain and above 1.
-        is_least: whether `slower` is only a lower bound.
 
     >>> advice(6.04, ("--lengths expected", "--drafter none"), rounds=90, tokens=120)
     'drafting made this 6.0 x slower here: try --lengths expected, or --drafter none'

@@ -74,10 +74,8 @@ class Stats:
         nodes: drafted tokens, side branches included.
         drafted: by position in the draft, rounds whose draft was that deep.
         accepted: by position in the draft, accepted tokens that were emitted.
-        prefill_s: the target's prefill.
         draft_s: all work of the drafter before the target's pass, its prefill included.
         verify_s: target passes and verification.
-        other_s: the rest.
     """
 
     tokens: int

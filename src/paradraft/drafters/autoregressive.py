@@ -48,9 +48,6 @@ class Config:
         draft: Hugging Face id or folder of the draft model; "pocket" is the shipped one.
         prompts: folder of prompt tokens that `paradraft train ppd` trained for the draft model; None for none.
         size: with prompt tokens, most guesses and prompt tokens of a pass of the draft model; None for `SIZE`.
-
-    Raises:
-        ValueError: the folder does not exist, or the size is out of range, or there are no prompt tokens.
     """
 
     draft: str

@@ -53,9 +53,6 @@ class Config:
         guesses: G, most n-grams of the pool in a draft, and most that it keeps for one first token; 1 to 128.
         text_ngrams: put the n-grams of prompt and answer into the pool too. The authors' code can do so with those of
             the prompt (`POOL_FROM_PROMPT`).
-
-    Raises:
-        ValueError: a number is out of range.
     """
 
     ngram: int = 5

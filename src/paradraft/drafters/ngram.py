@@ -23,9 +23,6 @@ class Config:
 
     Args:
         max_ngram: longest suffix to look for, at least 1.
-
-    Raises:
-        ValueError: `max_ngram` is below 1.
     """
 
     max_ngram: int = 3

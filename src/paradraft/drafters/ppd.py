@@ -114,9 +114,6 @@ class Config:
         size: most guesses and prompt tokens of a pass; None takes what `paradraft plan` found best on this machine, or
             `SIZE`.
         prompts: most prompt tokens after a guess, and so most tokens that are guessed in a row.
-
-    Raises:
-        ValueError: a number is out of range.
     """
 
     draft: str
@@ -143,9 +140,6 @@ class PpdDrafter(Drafter):
     A row that joins, or that drafts again after rounds without a draft, begins in state 0. Of several plans for this
     machine those for the batch's rule are preferred, and of these the one whose temperature is nearest to that of the
     first request.
-
-    Raises:
-        ValueError: the checkpoint is damaged, or has too few prompt tokens.
     """
 
     branching = "own"
@@ -180,7 +174,6 @@ class PpdDrafter(Drafter):
         self._shapes = self._choices[None]
 
     def _planned(self, rule: str, temperature: float) -> Shapes:
-        """The trees for a rule and a temperature."""
         plans = dict(enumerate(self._plans))
         for_rule = [index for index, plan in plans.items() if plan.rule == rule] or list(plans)
         best = min(for_rule, key=lambda index: abs(plans[index].temperature - temperature), default=None)

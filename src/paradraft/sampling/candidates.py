@@ -179,7 +179,6 @@ def _flattened(shapes: list[list[tuple[int, ...]]]) -> Tensor:
 
 
 def _draft(candidates: Candidates, nodes_3BN: Tensor) -> Draft:
-    """The draft with nodes as returned by `grow`."""
     tokens_BKC, device = candidates.tokens, candidates.tokens.device
     if device.type == "cuda":  # without synchronization
         nodes_3BN = nodes_3BN.contiguous().pin_memory().to(device, non_blocking=True)

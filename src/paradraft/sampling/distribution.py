@@ -97,7 +97,6 @@ def _same_shape(returned: object, logits_MV: Tensor) -> Tensor:
 
 
 def _per_text(values_B: Tensor, N: int) -> list[int]:
-    """Repeats each row's number for its N texts."""
     return [value for value in values_B.tolist() for _ in range(N)]
 
 

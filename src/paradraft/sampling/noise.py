@@ -114,7 +114,6 @@ def _uniform(seed: int | Tensor, positions_BN: Tensor, count: int) -> Tensor:
 
 
 def _start(seeds: Tensor, positions: Tensor) -> Tensor:
-    """The start of a position's stream."""
     return _mix(_mix(seeds + _GOLDEN) + (positions + 1) * _GOLDEN)
 
 
@@ -149,5 +148,4 @@ def _mixed_words(z: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[t
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -183,7 +183,6 @@ def best_trees(accuracy: Accuracy, size: int, *, prompts: int, copies: int = 1) 
         accuracy: of at least `prompts` depths.
         size: most nodes of a pass, at least `copies`.
         prompts: most prompt tokens after a guess.
-        copies: number of embeddings of each prompt token.
 
     >>> trees = best_trees([[0.6, 0.15], [0.4, 0.1]], 5, prompts=2)
     >>> for tree in trees:

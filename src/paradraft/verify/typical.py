@@ -30,9 +30,6 @@ class Typical:
     Args:
         epsilon: upper bound of the threshold, in (0, 1].
         delta: threshold at entropy 0, in (0, 1].
-
-    Raises:
-        ValueError: a number is out of range.
     """
 
     epsilon: float = 0.09

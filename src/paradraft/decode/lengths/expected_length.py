@@ -188,7 +188,6 @@ class Expected:
         return best if is_better else plain
 
     def _plan_of(self, nodes: list[int], sums: Sequence[Sequence[float]], drafted: Sequence[float]) -> Plan:
-        """The plan that drafts `nodes` in each row."""
         drafting = [drafted[count] for count in nodes if count]
         seconds = self._costs.seconds(self._rows, drafting, self._depth(nodes))
         tokens = tuple(row[count] for row, count in zip(sums, nodes, strict=True))

@@ -312,9 +312,6 @@ class Masks:
     Args:
         head: the checkpoint: "masks.embeddings" has one row per position of the draft after the first, or one for all;
             "masks.state" is their state. Without it they use the state before the last committed token.
-
-    Raises:
-        ValueError: the checkpoint has no masks.
     """
 
     def __init__(self, head: Head, device: torch.device) -> None:
