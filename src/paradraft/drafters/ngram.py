@@ -1,8 +1,8 @@
 """Prompt lookup: drafts the tokens that followed the same n-gram earlier in the text.
 
-No model: the draft are the tokens after the latest earlier occurrence of the longest suffix of the committed tokens, at
-most `max_ngram` long, that occurs earlier (Saxena 2023, "Prompt Lookup Decoding"). The settings that ParallelSpec
-compares with, n-grams of 3 tokens and 10 drafted tokens (Xiao et al. 2024, section 5), are
+No model: the longest suffix of the committed tokens, at most `max_ngram` long, that occurs earlier in the text is
+looked up, and the tokens after its latest earlier occurrence are the draft (Saxena 2023, "Prompt Lookup Decoding"). The
+settings that ParallelSpec compares with, n-grams of 3 tokens and 10 drafted tokens (Xiao et al. 2024, section 5), are
 `--drafter ngram:max_ngram=3 -k 10`.
 """
 

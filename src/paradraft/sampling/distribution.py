@@ -62,8 +62,8 @@ def penalized_logits(
         penalty = sampling.repetition_penalty
         logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
     if sampling.presence_penalty or sampling.frequency_penalty:
-        index_BNT = (texts_BNT != ABSENT).cumsum(2)
-        counts = _counts(texts_BNT.masked_fill(index_BNT <= prompt_lengths_B[:, None, None], ABSENT), V)
+        ordinal_BNT = (texts_BNT != ABSENT).cumsum(2)
+        counts = _counts(texts_BNT.masked_fill(ordinal_BNT <= prompt_lengths_B[:, None, None], ABSENT), V)
         logits = logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
     if sampling.processors:
         logits = logits.clone()

@@ -1,6 +1,6 @@
 """Autoregressive tree drafting: each depth is drafted from the tokens above it (EAGLE-2).
 
-For drafters that can predict the tokens after each of several nodes: EAGLE, and PARD with a previous-token head.
+For drafters that can predict the tokens after each of several nodes: EAGLE, and masks with a previous-token head.
 
 Shape letters: B rows of a batch, V vocabulary, W nodes that are expanded at a depth, D tokens of a path, C candidates
 after a node, N nodes.

@@ -1,6 +1,6 @@
 """Decoder layers of a drafter that read the target's tokens and hidden states, with a separate KV cache.
 
-They are a causal LM of the target's shape with one layer or a few, whose input are vectors instead of tokens, so that a
+They are a causal LM of the target's shape with one layer or a few that reads vectors instead of tokens, so that a
 drafter's pass has all features of a target's, the one in C++ included. Embedding and output head are the target's.
 
 Shape letters: B rows of a batch, M tokens that a round commits, N vectors of a pass, K drafted tokens, D hidden size.
