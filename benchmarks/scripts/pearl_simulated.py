@@ -25,7 +25,7 @@ from typing import Any
 from paradraft.bench.report.summary import write_json
 from paradraft.bench.synthetic import chances_of
 from paradraft.environment import describe_machine
-from paradraft.plan.simulate import Times, speed_ahead, speed_in_turn
+from paradraft.plan.simulate import RoundTimes, speed_ahead, speed_in_turn
 
 PAIRS = {  # draft tokens/s, target tokens/s (Table 10), VSD, PEARL against AR (Table 1, HumanEval)
     "CodeLlama 7&34B": (49.34, 18.58, 1.76, 2.48),
@@ -41,7 +41,7 @@ PAIRS = {  # draft tokens/s, target tokens/s (Table 10), VSD, PEARL against AR (
 
 def of_paper(draft: float, target: float, vsd: float, pearl: float) -> dict[str, float]:
     """A pair of the paper beside what the simulator says of it."""
-    times = Times(target_s=1 / target, draft_s=1 / draft)
+    times = RoundTimes(target_s=1 / target, draft_s=1 / draft)
 
     def best_vsd(chance: float) -> float:
         return max(speed_in_turn(times, [chance] * 32, k) for k in range(1, 33)) / target
@@ -95,7 +95,7 @@ def _speedup(task: dict[str, tuple[float, float]]) -> float:
 def _ahead(draft: float, accepted: float) -> tuple[float, int]:
     """The best speedup of drafting ahead and its γ, if a drafted token takes `draft` passes of the target and runs of
     `accepted` tokens are accepted."""
-    times, chances = Times(target_s=1.0, draft_s=draft), [1 - 1 / accepted] * 64
+    times, chances = RoundTimes(target_s=1.0, draft_s=draft), [1 - 1 / accepted] * 64
     return max((speed_ahead(times, chances, gamma), gamma) for gamma in range(2, 33))
 
 
@@ -121,7 +121,7 @@ def of_file(file: Path) -> list[dict[str, Any]]:
         is_parallel = measured["method"] == "pard"
         token_s = draft_s if is_parallel else draft_s / in_turn["k"]
         contention, ahead_s = calibrated.get(measured["method"], (1.0, rest_s))
-        times = Times(
+        times = RoundTimes(
             target_s=target_s, verify_s=verify_s, rest_s=ahead_s, draft_s=token_s, contention=contention
         )  # fmt: skip
         rates = measured["synthetic_acceptance"] or in_turn["accepted_share_of_rounds"]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from paradraft.cli.commands.chat import Chat
+from paradraft.cli.commands.chat import Conversation
 from paradraft.cli.terminal import has_styles
 from paradraft.engine.engine import Engine
 from paradraft.engine.loader import load
@@ -201,7 +201,7 @@ def test_an_empty_answer_says_why(
     stop = ["--stop", told_by(engine, "hi", sampling=Sampling())[0]]
     assert "paradraft: the answer is empty: it began with a text that ends it\n" in paradraft(*own, *stop).err
     assert "empty" not in paradraft(*own).err
-    talk = Chat(engine, Sampling(logit_bias={0: 100.0}), system=None, variables={}, max_new_tokens=8)
+    talk = Conversation(engine, Sampling(logit_bias={0: 100.0}), system=None, variables={}, max_new_tokens=8)
     talk.ask("hi")
     assert "paradraft: the answer is empty: the model ended it at once\n" in capsys.readouterr().err
 
@@ -240,7 +240,7 @@ def test_a_conversation_with_a_person(
         ["hi", "", "so", "/drafter off", "so", "/reset", "/seed 4", "hi", "/nothing", "/seed x", "/top-p", "/help"]
     )
     monkeypatch.setattr("builtins.input", asking := Asking(lines))
-    Chat(engine, SAMPLING, system="be", variables={}, max_new_tokens=12).run()
+    Conversation(engine, SAMPLING, system="be", variables={}, max_new_tokens=12).run()
     out, err = capsys.readouterr()
     first = told_by(engine, "<system>be<user>hi<assistant>")
     second = told_by(engine, before := f"<system>be<user>hi<assistant>{first}<user>so<assistant>")
@@ -256,7 +256,7 @@ def test_a_conversation_with_a_person(
 
 def test_settings_are_changed_between_answers(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards each setting, what is said of it, and that a wrong one changes nothing."""
-    talk = Chat(engine, SAMPLING, system=None, variables={}, max_new_tokens=12)
+    talk = Conversation(engine, SAMPLING, system=None, variables={}, max_new_tokens=12)
     for lines, sampling, said in (
         (["/temperature 0"], Sampling(), "Temperature 0 (greedy)."),
         (["/temperature 0.7", "/seed 5"], Sampling(temperature=0.7, seed=5), "Seed 5."),
@@ -333,7 +333,7 @@ class Asking:
 def test_the_next_turn_reads_only_what_is_new(chatting: Path) -> None:
     """Guards the cache of the last answer: a long conversation is not read again with each turn."""
     engine = load(str(chatting), runtime=Runtime(dtype="float64"), kept_rows=1)
-    talk = Chat(engine, Sampling(), system="be", variables={}, max_new_tokens=8)
+    talk = Conversation(engine, Sampling(), system="be", variables={}, max_new_tokens=8)
     talk.ask("hi")
     before, read = engine.target.lm.starts, []
     prefill = engine.target.lm.prefill
@@ -344,7 +344,7 @@ def test_the_next_turn_reads_only_what_is_new(chatting: Path) -> None:
 
 
 def test_a_conversation_that_is_too_long(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    talk = Chat(engine, Sampling(), system="x" * 150, variables={}, max_new_tokens=8)
+    talk = Conversation(engine, Sampling(), system="x" * 150, variables={}, max_new_tokens=8)
     with pytest.raises(ValueError, match=r"the conversation has \d+ tokens, and the model has room for 128: /reset"):
         talk.ask("hi")
     assert len(talk.messages) == 1
@@ -409,7 +409,7 @@ def read_until(terminal: int, wanted: bytes) -> bytes:
 
 def test_an_answer_is_interrupted(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards what was said until Ctrl-C: it stays in the conversation."""
-    talk = Chat(engine, Sampling(temperature=0.9), system=None, variables={}, max_new_tokens=60)
+    talk = Conversation(engine, Sampling(temperature=0.9), system=None, variables={}, max_new_tokens=60)
     stream = engine.stream
 
     def interrupted(*given: object, **settings: object) -> object:

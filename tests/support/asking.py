@@ -7,7 +7,7 @@ from typing import Any
 
 from paradraft.data.endpoint import Endpoint
 from paradraft.data.questions import read_questions
-from paradraft.data.regenerate import Answerer, Progress, regenerate
+from paradraft.data.regenerate import Answerer, RegenerationProgress, regenerate
 from paradraft.sampling_params import Sampling
 from tests.support.endpoint_server import MODEL, Server
 from tests.support.jsonl import read_lines, write_lines
@@ -15,7 +15,9 @@ from tests.support.jsonl import read_lines, write_lines
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=3)
 
 
-def ask(answerer: Answerer, folder: Path, *records: object, samples: int = 1) -> tuple[Progress, list[dict[str, Any]]]:
+def ask(
+    answerer: Answerer, folder: Path, *records: object, samples: int = 1
+) -> tuple[RegenerationProgress, list[dict[str, Any]]]:
     folder.mkdir(exist_ok=True)
     prompts, out = folder / "prompts.jsonl", folder / "out.jsonl"
     write_lines(prompts, records)

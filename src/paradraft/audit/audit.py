@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.audit.divergence import Comparison, Divergence, compare, rounding_of
 from paradraft.audit.own_pass import OwnPass, own_pass
-from paradraft.audit.recording import Case, NotNumbersError, Recorder, Recording, record
+from paradraft.audit.recording import Case, NotNumbersError, Recording, RecordingTarget, record
 from paradraft.audit.reference import MEASURED, own_logits
 from paradraft.audit.uniformity import Uniformity, pit_of_answer, uniformity
 from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
@@ -212,22 +212,24 @@ class _Answering:
 
     def with_drafter(self, batch_size: int, counts: list[Stats]) -> list[Recording]:
         """Decodes with the engine as it is; appends the statistics of each batch to `counts`."""
-        target = Recorder(self.engine.target)
+        target = RecordingTarget(self.engine.target)
         return self._answers(self.engine.new_batch(target=target), target, "with the drafter", batch_size, counts)
 
     def plain(self) -> list[Recording]:
         """Decodes one token per pass, one prompt at a time."""
-        target, drafter = Recorder(self.engine.target), NoDrafter(self.engine.drafter.reserved_tokens)
+        target, drafter = RecordingTarget(self.engine.target), NoDrafter(self.engine.drafter.reserved_tokens)
         batch = self.engine.new_batch(target=target, drafter=drafter, lengths=Fixed(0))
         return self._answers(batch, target, "in plain decoding", 1, [])
 
     def control(self, batch_size: int) -> list[Recording]:
         """Decodes with a wrong rule; drafts even where a length policy has learnt not to."""
-        target, lengths = Recorder(self.engine.target), Fixed(self.engine.speculation.depth)
+        target, lengths = RecordingTarget(self.engine.target), Fixed(self.engine.speculation.depth)
         batch = self.engine.new_batch(target=target, lengths=lengths, verify=accept_all)
         return self._answers(batch, target, "with the control", batch_size, [])
 
-    def _answers(self, batch: Batch, target: Recorder, name: str, size: int, counts: list[Stats]) -> list[Recording]:
+    def _answers(
+        self, batch: Batch, target: RecordingTarget, name: str, size: int, counts: list[Stats]
+    ) -> list[Recording]:
         recordings = []
         for start in range(0, len(self.cases), size):
             self.report(f"{name}: answer {start + 1} of {len(self.cases)}")

@@ -58,7 +58,7 @@ def are_numbers(logits: Tensor) -> Tensor:
     return logits.amax(-1).isfinite()
 
 
-class Recorder(Target):
+class RecordingTarget(Target):
     """A target that records the logits by which each committed token was chosen."""
 
     def __init__(self, target: Target) -> None:
@@ -118,7 +118,7 @@ class Recorder(Target):
         return [prompt for prompt, is_meant in zip(self._prompt_of_row, is_meant_B.tolist(), strict=True) if is_meant]
 
 
-def record(batch: Batch, target: Recorder, cases: list[Case], max_new_tokens: int, name: str) -> list[Recording]:
+def record(batch: Batch, target: RecordingTarget, cases: list[Case], max_new_tokens: int, name: str) -> list[Recording]:
     """Answers cases together.
 
     Args:
@@ -146,7 +146,7 @@ def record(batch: Batch, target: Recorder, cases: list[Case], max_new_tokens: in
     ]
 
 
-def _check_numbers(target: Recorder, cases: list[Case], name: str) -> None:
+def _check_numbers(target: RecordingTarget, cases: list[Case], name: str) -> None:
     if target.not_numbers:
         prompt, position = min(target.not_numbers, key=lambda pair: pair[1])
         raise NotNumbersError(cases[prompt], position, name) from None

@@ -25,7 +25,7 @@ import torch
 
 from paradraft.bench.baselines import PEERS
 from paradraft.bench.latency import latencies
-from paradraft.bench.result import Answerer, BatchResult, Counts, by_round, first_length
+from paradraft.bench.result import Answerer, BatchResult, PeerCounts, by_round, first_length
 from paradraft.bench.result_file import KEYS, speedups
 from paradraft.bench.spec import AR, SETTINGS, Method
 from paradraft.decode.payoff import Payoff, advice
@@ -224,7 +224,7 @@ def _rounds(result: Measured) -> dict[str, object]:
     """
     answers = [answer for run in result.runs for answer in run]
     stats = [answer.stats for answer in answers if answer.stats is not None]
-    counts: list[Stats] | list[Counts] = stats or [answer.counts for answer in answers if answer.counts is not None]
+    counts: list[Stats] | list[PeerCounts] = stats or [answer.counts for answer in answers if answer.counts is not None]
     longest = max((len(c.drafted) for c in counts), default=0)
     drafted = [sum(c.drafted[i] for c in counts if i < len(c.drafted)) for i in range(longest)]
     accepted = [sum(c.accepted[i] for c in counts if i < len(c.accepted)) for i in range(longest)]

@@ -16,7 +16,7 @@ FIRST = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
+class PeerCounts:
     """Counts of a peer that drafts, as far as it reports them; fields as in `Stats`."""
 
     tokens: int
@@ -25,7 +25,7 @@ class Counts:
     accepted: tuple[int, ...]
 
     @classmethod
-    def of(cls, tokens: int, drafted: Iterable[int], accepted: Iterable[int]) -> Counts:
+    def of(cls, tokens: int, drafted: Iterable[int], accepted: Iterable[int]) -> PeerCounts:
         """From the drafted tokens of each round, and those of them that were accepted.
 
         >>> Counts.of(6, drafted=[3, 3, 2], accepted=[2, 0, 1])
@@ -60,7 +60,7 @@ class BatchResult:
     tokens: list[list[int]]
     total_s: float
     stats: Stats | None
-    counts: Counts | None = None
+    counts: PeerCounts | None = None
     passes: Passes = field(default_factory=dict)
     accepted: list[list[int]] | None = None
     peak_rss_bytes: int | None = None

@@ -16,7 +16,7 @@ from paradraft.bench.hardware.roofline import Size, added, reached, speeds_for
 from paradraft.bench.hardware.sides import of_sides
 from paradraft.bench.harness import Measured, measure, summarize
 from paradraft.bench.result import Piece, by_round, pieces
-from paradraft.bench.setup import PLAIN, Preparation, Workload, check, prepare
+from paradraft.bench.setup import PLAIN, BenchSetup, Workload, check, prepare
 from paradraft.bench.spec import Benchmark, Method
 from paradraft.bench.steadiness import steadiness
 from paradraft.bench.synthetic import SyntheticAcceptance, rounds
@@ -79,7 +79,7 @@ def run_benchmark(
 
 def _result(
     benchmark: Benchmark,
-    prepared: Preparation,
+    prepared: BenchSetup,
     work: Workload,
     prompts: list[str],
     measured: list[Measured],
@@ -116,7 +116,7 @@ def _named(work: Workload, report: Callable[[str], None]) -> Callable[[str], Non
 
 
 def _summary(
-    benchmark: Benchmark, measured: list[Measured], prepared: Preparation, speeds: Speeds
+    benchmark: Benchmark, measured: list[Measured], prepared: BenchSetup, speeds: Speeds
 ) -> dict[str, dict[str, Any]]:
     """The figures of each method, with its floor and synthetic acceptance."""
     summary = summarize(measured, benchmark.sampling)
@@ -155,7 +155,7 @@ def _answers(measured: list[Measured]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _first_answers(measured: list[Measured], prepared: Preparation) -> dict[str, list[Piece]]:
+def _first_answers(measured: list[Measured], prepared: BenchSetup) -> dict[str, list[Piece]]:
     """The answer to the first prompt, by each method that reports the origin of tokens."""
     examples = {}
     for result in measured:
@@ -171,7 +171,7 @@ def _floor(result: Measured, figures: dict[str, Any], models: dict[str, CausalLM
     return reached(passes, sizes, speeds, total_s=figures["total_s"], prefill_s=figures["prefill_s"])
 
 
-def _engine(result: Measured, prepared: Preparation) -> dict[str, Any] | None:
+def _engine(result: Measured, prepared: BenchSetup) -> dict[str, Any] | None:
     """Facts about an engine in another process, and the passes of its models in all answers."""
     process = prepared.answerers[result.method]
     if not isinstance(process, EngineProcess):

@@ -65,7 +65,7 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat:
+class ChatFormat:
     """The form of prompts in a chat."""
 
     system: str | None = None
@@ -79,7 +79,7 @@ def held_out_prompts(
     tokenizer: str | None = None,
     *,
     usual: int = USUAL,
-    chat: Chat | None = None,
+    chat: ChatFormat | None = None,
 ) -> list[str]:
     """The first prompts of a file, in the target's chat template if they are conversations.
 
@@ -111,7 +111,7 @@ def prompts_for(
     tokens: int,
     file: Path | None,
     tokenizer: str | None = None,
-    chat: Chat | None = None,
+    chat: ChatFormat | None = None,
 ) -> list[str]:
     """The prompts of a run: random ones of `tokens` tokens for a shape, which reads no texts, else those of a file.
 
@@ -141,7 +141,7 @@ def random_prompts(shape: str, count: int, tokens: int) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preparation:
+class BenchSetup:
     """Loaded models and answerers of all methods.
 
     Args:
@@ -173,10 +173,10 @@ class Preparation:
         return answer
 
 
-def prepare(benchmark: Benchmark, report: Callable[[str], None]) -> Preparation:
+def prepare(benchmark: Benchmark, report: Callable[[str], None]) -> BenchSetup:
     """Loads the models of all methods, shared ones only once; sends progress to `report`."""
     target, runtime, acceptance = benchmark.target, benchmark.runtime, benchmark.acceptance
-    preparation = Preparation()
+    preparation = BenchSetup()
     drafters: dict[tuple[object, ...], Drafter] = {}
     for method in benchmark.methods:
         report(f"loading {target} for {method.spec}")

@@ -48,7 +48,7 @@ class Answerer(Protocol):
 
 
 @dataclass(kw_only=True)
-class Progress:
+class RegenerationProgress:
     """Progress of a run.
 
     Args:
@@ -74,8 +74,11 @@ class Progress:
 
 
 def regenerate(
-    answerer: Answerer, questions: list[Question], out: Path, report: Callable[[Progress], None] = lambda _: None
-) -> Progress:
+    answerer: Answerer,
+    questions: list[Question],
+    out: Path,
+    report: Callable[[RegenerationProgress], None] = lambda _: None,
+) -> RegenerationProgress:
     """Answers the questions that the file has no answer to, and appends the answers.
 
     Args:
@@ -94,7 +97,7 @@ def regenerate(
     if missing := [question for question in questions if question.id not in done]:
         answerer.check(missing)
     with AnswerFile(out, settings, ids) as file:
-        progress = Progress(total=len(ids), before=len(file.done))
+        progress = RegenerationProgress(total=len(ids), before=len(file.done))
 
         def take(outcome: Outcome) -> None:
             if outcome.failure:

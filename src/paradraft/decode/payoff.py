@@ -20,7 +20,7 @@ from paradraft.tree import Tree
 
 
 @dataclass(kw_only=True)
-class Times:
+class TimeSums:
     """Sums over measured times, for mean and standard error."""
 
     count: float = 0.0
@@ -69,9 +69,9 @@ class Rounds:
     LAST = 2048
     """When there are more rounds, the weight of all is halved."""
 
-    plain: Times = field(default_factory=Times)
-    taken: Times = field(default_factory=Times)
-    passes: Times = field(default_factory=Times)
+    plain: TimeSums = field(default_factory=TimeSums)
+    taken: TimeSums = field(default_factory=TimeSums)
+    passes: TimeSums = field(default_factory=TimeSums)
     worth: float = 0.0
 
     @property
@@ -80,7 +80,7 @@ class Rounds:
         return self.plain.count >= self.LEAST_PLAIN
 
     @property
-    def reference(self) -> Times:
+    def reference(self) -> TimeSums:
         """Times of plain rounds; if there are too few, those of `passes`, which are longer."""
         return self.plain if self.is_plain_known else self.passes
 

@@ -11,7 +11,7 @@ import torch
 
 from paradraft.core import Drafter
 from paradraft.decode.pearl.channel import launched, met
-from paradraft.decode.pearl.drafter_process import Server
+from paradraft.decode.pearl.drafter_process import DraftServer
 from paradraft.decode.pearl.pearl_colocated import CoLocatedDrafter
 from paradraft.decode.pearl.remote import DrafterProcess
 from paradraft.drafters import drafter_class, load_drafter
@@ -130,7 +130,7 @@ def load_engine(
         rank, channel = met()
         if rank == 1:
             with on_cpus(placement.draft_cpus):
-                Server(channel).serve()
+                DraftServer(channel).serve()
             raise SystemExit
         processes = [DrafterProcess(placement, channel)]
     else:

@@ -59,7 +59,7 @@ class HandoffTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredAcceptance:
     """Acceptance of the exported folder in paradraft's own loop, greedily.
 
     Args:
@@ -91,7 +91,7 @@ class Handoff:
     k: int
     launch: str
     notes: tuple[str, ...]
-    measured: Measured | None
+    measured: MeasuredAcceptance | None
 
 
 def hand_off(
@@ -226,7 +226,7 @@ def _notes(draft_rows: int, rows: int, engine: str, *, has_masks: bool, has_head
     return tuple(notes)
 
 
-def _measure(folder: Path, drafter: str, task: HandoffTask) -> Measured:
+def _measure(folder: Path, drafter: str, task: HandoffTask) -> MeasuredAcceptance:
     prompts, max_new_tokens = list(task.prompts), task.max_new_tokens
     draft, own_dtype = (folder / FILE, None) if task.engine == GGUF else (folder, task.runtime.draft_dtype)
     speculation = Speculation(drafter=drafter, draft=str(draft), k=task.k, lengths="fixed")
@@ -238,7 +238,7 @@ def _measure(folder: Path, drafter: str, task: HandoffTask) -> Measured:
         expected = plain.generate(prompts, max_new_tokens=max_new_tokens)
     accepted = [sum(counts) for counts in zip(*(answer.accepted for answer in stats), strict=True)]
     drafted = [sum(counts) for counts in zip(*(answer.drafted for answer in stats), strict=True)]
-    return Measured(
+    return MeasuredAcceptance(
         prompts=len(answers),
         length=sum(answer.tokens for answer in stats) / sum(answer.rounds for answer in stats),
         by_position=tuple(hits / count for hits, count in zip(accepted, drafted, strict=True) if count),

@@ -23,7 +23,7 @@ from paradraft.plan.acceptance import Acceptance
 from paradraft.plan.costs import Costs, measure_rounds
 from paradraft.plan.predict import PLAIN, Prediction, Way, best, predict
 from paradraft.plan.steadiness import Watch
-from paradraft.plan.task import Task, ways_of
+from paradraft.plan.task import PlanTask, ways_of
 from paradraft.sources.loading import settled
 from paradraft.sources.target_loading import load_target
 
@@ -35,7 +35,7 @@ DRAFT = "DRAFT"
 
 
 def run_plan(
-    task: Task,
+    task: PlanTask,
     runtime: Runtime,
     *,
     known: dict[Way, Acceptance] | None,
@@ -119,11 +119,11 @@ def run_plan(
     }
 
 
-def _engine(task: Task, way: Way, target: Target, drafter: Drafter) -> Engine:
+def _engine(task: PlanTask, way: Way, target: Target, drafter: Drafter) -> Engine:
     return Engine(target, NoDrafter() if way == PLAIN else drafter, task.speculate(way))
 
 
-def _measure_acceptance(task: Task, target: Target, drafter: Drafter, report: Report) -> dict[Way, Acceptance]:
+def _measure_acceptance(task: PlanTask, target: Target, drafter: Drafter, report: Report) -> dict[Way, Acceptance]:
     """Acceptance of every way on all prompts, in batches of the largest planned size."""
     known: dict[Way, Acceptance] = {}
     for way in ways_of(task, drafter.max_k):
@@ -150,7 +150,7 @@ def _measure_acceptance(task: Task, target: Target, drafter: Drafter, report: Re
 
 
 def _measure_costs(
-    task: Task, ways: list[Way], target: Target, drafter: Drafter, report: Report, watch: Watch
+    task: PlanTask, ways: list[Way], target: Target, drafter: Drafter, report: Report, watch: Watch
 ) -> dict[int, dict[Way, Costs]]:
     """Costs by batch size and way, plain decoding included."""
     chains = tuple(way.k for way in ways if way.tree is None)
@@ -187,7 +187,7 @@ def _predictions(
 
 
 def _check(
-    task: Task, ways: set[Way], target: Target, drafter: Drafter, dtype: str, runs: int, report: Report
+    task: PlanTask, ways: set[Way], target: Target, drafter: Drafter, dtype: str, runs: int, report: Report
 ) -> Checked:
     """Benchmarks plain decoding and some ways."""
     methods = {(batch, way): task.method(way, batch, dtype) for batch in task.batches for way in {PLAIN, *ways}}

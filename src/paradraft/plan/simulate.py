@@ -23,7 +23,7 @@ MOST_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class RoundTimes:
     """Seconds of the parts of a round.
 
     Args:
@@ -80,12 +80,12 @@ def all_of(chances: Sequence[float]) -> float:
     return [1.0, *accumulate(chances, mul)][-1]
 
 
-def plain_speed(times: Times) -> float:
+def plain_speed(times: RoundTimes) -> float:
     """Tokens per second without a drafter (AR+)."""
     return 1.0 / (times.target_s + times.rest_s)
 
 
-def speed_in_turn(times: Times, chances: Sequence[float], tokens: int, *, is_parallel: bool = False) -> float:
+def speed_in_turn(times: RoundTimes, chances: Sequence[float], tokens: int, *, is_parallel: bool = False) -> float:
     """Tokens per second of sequential speculative decoding (VSD, or PARD), with K = `tokens`.
 
     >>> round(speed_in_turn(Times(target_s=1.0, draft_s=0.1), [1.0] * 4, 4), 3)
@@ -96,7 +96,7 @@ def speed_in_turn(times: Times, chances: Sequence[float], tokens: int, *, is_par
 
 
 def speed_ahead(
-    times: Times, chances: Sequence[float], gamma: int, *, is_parallel: bool = False, overlap: str = "both"
+    times: RoundTimes, chances: Sequence[float], gamma: int, *, is_parallel: bool = False, overlap: str = "both"
 ) -> float:
     """Tokens per second of drafting ahead (PEARL).
 
@@ -154,7 +154,9 @@ class Simulated:
     speedup: float
 
 
-def simulate(times: Times, rates: Sequence[float], parallel_rates: Sequence[float] | None = None) -> list[Simulated]:
+def simulate(
+    times: RoundTimes, rates: Sequence[float], parallel_rates: Sequence[float] | None = None
+) -> list[Simulated]:
     """All methods, each with its best K or γ.
 
     Args:

@@ -19,7 +19,7 @@ TREES_WITHOUT_FILE = (8, 16, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class PlanTask:
     """The models, ways to draft and answers to plan for.
 
     Args:
@@ -74,7 +74,7 @@ class Task:
         return Method.parse(spec, self.speculate(way), dtype=dtype)
 
 
-def known_of(task: Task, report: dict[str, Any], name: str, dtype: str) -> dict[Way, Acceptance]:
+def known_of(task: PlanTask, report: dict[str, Any], name: str, dtype: str) -> dict[Way, Acceptance]:
     """Acceptance by way, from a report.
 
     A chain's acceptance is that of the shortest chain in the report that is at least as long; a tree needs its own.
@@ -111,7 +111,7 @@ def known_of(task: Task, report: dict[str, Any], name: str, dtype: str) -> dict[
     return known
 
 
-def doubts(task: Task, known: dict[Way, Acceptance], report: dict[str, Any], name: str) -> list[str]:
+def doubts(task: PlanTask, known: dict[Way, Acceptance], report: dict[str, Any], name: str) -> list[str]:
     """Warnings about differences between a report and the task, which may be intended or mistakes."""
     warnings = []
     if (target := report["arguments"]["target"]) != task.target:
@@ -127,7 +127,7 @@ def doubts(task: Task, known: dict[Way, Acceptance], report: dict[str, Any], nam
     return warnings
 
 
-def ways_of(task: Task, max_k: int | None = None) -> list[Way]:
+def ways_of(task: PlanTask, max_k: int | None = None) -> list[Way]:
     """The ways to try without a report; raises ValueError for a chain longer than the drafter's `max_k`, if any."""
     if task.ks is not None and max_k is not None and max(task.ks) > max_k:
         raise ValueError(f"k={max(task.ks)}: this drafter drafts at most {max_k} tokens per round")

@@ -17,9 +17,9 @@ from starlette.routing import Route
 from paradraft.engine.engine import Engine
 from paradraft.serve.admission import Admission, ending
 from paradraft.serve.answers import Answers
-from paradraft.serve.chat import Chat
+from paradraft.serve.chat import ChatCompletions
 from paradraft.serve.completions import Completions
-from paradraft.serve.endpoint import Endpoint
+from paradraft.serve.endpoint import CompletionEndpoint
 from paradraft.serve.forms import Form
 from paradraft.serve.grammar import Grammars
 from paradraft.serve.guard import Guard
@@ -54,10 +54,10 @@ def new_app(
     # FastAPI's pages load scripts from other hosts, and its document omits routes that are no FastAPI routes.
     app = FastAPI(title="paradraft", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Guard, key=key)
-    forms: dict[str, Form] = {"/v1/completions": Completions(), "/v1/chat/completions": Chat()}
+    forms: dict[str, Form] = {"/v1/completions": Completions(), "/v1/chat/completions": ChatCompletions()}
     for path, form in forms.items():
         app.router.routes.append(
-            Route(path, Endpoint(form, answers, grammars, model, limits, defaults), methods=["POST"])
+            Route(path, CompletionEndpoint(form, answers, grammars, model, limits, defaults), methods=["POST"])
         )
     created = int(time.time())
 

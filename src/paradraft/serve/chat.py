@@ -10,7 +10,7 @@ from paradraft.serve.schemas import AskedChat
 from paradraft.serve.shown_tokens import ShownToken
 
 
-class Chat:
+class ChatCompletions:
     """Chat completion requests, see `forms.Form`."""
 
     schema = AskedChat

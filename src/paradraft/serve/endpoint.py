@@ -19,7 +19,7 @@ from paradraft.engine.engine import Chunk
 from paradraft.errors import one_line
 from paradraft.serve.admission import ending
 from paradraft.serve.answers import Answers
-from paradraft.serve.forms import Answer, Form, piece, usage, whole
+from paradraft.serve.forms import Form, GrowingText, piece, usage, whole
 from paradraft.serve.grammar import Grammars
 from paradraft.serve.limits import Limits
 from paradraft.serve.questions import Choice, choices_of, mistake
@@ -146,7 +146,7 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": b""})
 
 
-class Endpoint:
+class CompletionEndpoint:
     """ASGI application for completions or chat; `defaults` are sampling parameters that a request leaves out."""
 
     def __init__(
@@ -193,7 +193,7 @@ class Endpoint:
             matcher = await self._matcher(request)
             prompts, choices = await asyncio.to_thread(self._choices, request, rows, matcher)
             stream = self._answers.stream(choices, reservation, exchange.arrived_s)
-            answers = [Answer() for _ in choices]
+            answers = [GrowingText() for _ in choices]
             created = int(time.time())
             envelope = {"id": self._form.id_prefix + secrets.token_hex(12), "created": created, "model": self._model}
             async with aclosing(stream):

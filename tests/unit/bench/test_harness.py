@@ -10,7 +10,7 @@ import torch
 
 from paradraft.bench import harness
 from paradraft.bench.harness import Measured, measure, summarize
-from paradraft.bench.result import BatchResult, Counts
+from paradraft.bench.result import BatchResult, PeerCounts
 from paradraft.bench.spec import Method
 from paradraft.decode.stats import added
 from paradraft.sampling_params import GREEDY, Sampling
@@ -121,8 +121,8 @@ def test_a_drafter_that_stops_when_unsure_does_not_stand_above_one_that_yields_m
     """Guards the comparison of methods whose drafts differ in length: of the rounds that drafted a token at all, the
     cautious one accepts all, and yet it gives fewer tokens per pass at every depth."""
     told = {
-        "hf-prompt-lookup": Counts.of(12, drafted=[2, 0, 0, 2, 0, 0, 0, 0], accepted=[2, 0, 0, 2, 0, 0, 0, 0]),
-        "ngram:k=2": Counts.of(12, drafted=[2, 2, 2, 2, 2], accepted=[2, 1, 2, 1, 1]),
+        "hf-prompt-lookup": PeerCounts.of(12, drafted=[2, 0, 0, 2, 0, 0, 0, 0], accepted=[2, 0, 0, 2, 0, 0, 0, 0]),
+        "ngram:k=2": PeerCounts.of(12, drafted=[2, 2, 2, 2, 2], accepted=[2, 1, 2, 1, 1]),
     }
     measured = [
         Measured(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from paradraft.bench.setup import USUAL, Chat, held_out_prompts, prompts_for, source_of
+from paradraft.bench.setup import USUAL, ChatFormat, held_out_prompts, prompts_for, source_of
 from paradraft.cli.command_list import app
 from paradraft.data.prompt_source import DEFAULT, PIPE, RANDOM
 from tests.support import json_models
@@ -36,7 +36,9 @@ def test_prompts_are_asked_in_a_chat(tmp_path: Path) -> None:
     json_models.write(tmp_path)
     folder, file = tmp_path / "target", tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n')
-    (plain,), (asked,) = (held_out_prompts(None, file, str(folder), chat=chat) for chat in (None, Chat(system="b")))
+    (plain,), (asked,) = (
+        held_out_prompts(None, file, str(folder), chat=chat) for chat in (None, ChatFormat(system="b"))
+    )
     assert plain == "a" and asked != "a" and asked.index("b") < asked.index("a")
 
 

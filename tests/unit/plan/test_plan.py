@@ -29,7 +29,7 @@ from paradraft.plan.acceptance import Acceptance
 from paradraft.plan.costs import Rotation, measure_rounds
 from paradraft.plan.plan import run_plan
 from paradraft.plan.predict import Way
-from paradraft.plan.task import Task, doubts, known_of
+from paradraft.plan.task import PlanTask, doubts, known_of
 from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
 from tests.support.decoding import requests
@@ -130,13 +130,13 @@ def test_fast_models_are_timed_for_longer(family: Path, monkeypatch: pytest.Monk
         assert said[-1] == f"batch 1: timing rounds, answer {turns}"
 
 
-def task(family: Path, **given: Any) -> Task:
+def task(family: Path, **given: Any) -> PlanTask:
     asked = {
         "target": str(family / "target"), "speculation": Speculation(drafter="pard", draft=str(family / "pard")),
         "batches": (1, 2, 4), "ks": (1, 2, 4), "trees": (6,), "prompts": PROMPTS, "max_new_tokens": 24,
         "sampling": Sampling(),
     }  # fmt: skip
-    return Task(**(asked | given))
+    return PlanTask(**(asked | given))
 
 
 @pytest.mark.usefixtures("_known_times")

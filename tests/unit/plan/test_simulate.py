@@ -11,16 +11,16 @@ from paradraft.bench.synthetic import DrawnAheadBatch, chances_of
 from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.models.causal_lm import CausalLM
-from paradraft.plan.simulate import Times, accepted, plain_speed, simulate, speed_ahead, speed_in_turn
+from paradraft.plan.simulate import RoundTimes, accepted, plain_speed, simulate, speed_ahead, speed_in_turn
 from paradraft.sampling_params import Sampling
 from tests.conftest import VOCAB, tiny_model
 from tests.support.decoding import decoded, requests, target_of
 
 CHANCES = [0.9, 0.7, 0.8, 0.6]
-TIMES = Times(target_s=1.0, draft_s=0.3, verify_s=1.1, transport_s=0.01, rest_s=0.05, contention=1.2)
+TIMES = RoundTimes(target_s=1.0, draft_s=0.3, verify_s=1.1, transport_s=0.01, rest_s=0.05, contention=1.2)
 
 
-def drawn_speed(times: Times, chances: Sequence[float], gamma: int, overlap: str, rounds: int = 200_000) -> float:
+def drawn_speed(times: RoundTimes, chances: Sequence[float], gamma: int, overlap: str, rounds: int = 200_000) -> float:
     """Algorithm 2 round by round, with random verdicts."""
     choose = random.Random(1)
     both, besides = times.contention, times.transport_s + times.rest_s
@@ -65,15 +65,15 @@ def test_drawn_verdicts_of_the_loop_have_these_rates(overlap: str) -> None:
         for step in decoded(batch, asked):
             tokens += sum(map(len, step.tokens))
             rounds += sum(bool(new) for new in step.tokens)
-    unit = Times(target_s=1.0, draft_s=1e-9)
+    unit = RoundTimes(target_s=1.0, draft_s=1e-9)
     assert tokens / rounds == pytest.approx(speed_ahead(unit, CHANCES, 4, overlap=overlap), rel=0.05)
 
 
 def test_what_arithmetic_says() -> None:
     assert chances_of([0.9, 0.45, 0.45]) == pytest.approx([0.9, 0.5, 1.0])
     assert accepted([0.9, 0.5, 1.0]) == pytest.approx(0.9 + 0.45 + 0.45)
-    assert plain_speed(Times(target_s=0.02, draft_s=0.01)) == 50
-    perfect, times = [1.0] * 8, Times(target_s=1.0, draft_s=0.25)
+    assert plain_speed(RoundTimes(target_s=0.02, draft_s=0.01)) == 50
+    perfect, times = [1.0] * 8, RoundTimes(target_s=1.0, draft_s=0.25)
     assert speed_in_turn(times, perfect, 4) == pytest.approx(5 / 2)
     assert speed_ahead(times, perfect, 4) == pytest.approx(4)
     assert speed_ahead(times, perfect, 8) == pytest.approx(4)  # the draft model's own speed is the bound
@@ -84,7 +84,7 @@ def test_what_arithmetic_says() -> None:
 def test_the_best_number_of_tokens_is_chosen() -> None:
     """As the paper says, γ is the ratio of speeds where drafts are good (section 4.4.1)."""
     rates = [0.95 ** (place + 1) for place in range(12)]
-    found = {one.method: one for one in simulate(Times(target_s=1.0, draft_s=0.2, window_s=0.3), rates, rates)}
+    found = {one.method: one for one in simulate(RoundTimes(target_s=1.0, draft_s=0.2, window_s=0.3), rates, rates)}
     assert list(found) == ["AR+", "VSD", "PEARL", "PARD", "PEARL + PARD"]
     assert found["PEARL"].tokens == 5 and found["PEARL"].speedup > found["VSD"].speedup > 1
     assert found["PEARL + PARD"].speedup > found["PEARL"].speedup
@@ -97,4 +97,4 @@ def test_the_best_number_of_tokens_is_chosen() -> None:
 )  # fmt: skip
 def test_times_that_are_none(wrong: dict[str, float], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        Times(**{"target_s": 1.0, "draft_s": 1.0, **wrong})
+        RoundTimes(**{"target_s": 1.0, "draft_s": 1.0, **wrong})

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import httpx2
 
-from paradraft.audit.server.endpoint import Endpoint, Served
+from paradraft.audit.server.endpoint import AuditedServer, Served
 from paradraft.data.endpoint import CONNECT_S
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"
@@ -28,7 +28,7 @@ class Counters:
     accepted: float
 
 
-def counters_of(endpoint: Endpoint) -> Counters | None:
+def counters_of(endpoint: AuditedServer) -> Counters | None:
     """The counters of a server; None if it has none, or does not publish them."""
     root = re.sub(r"/v\d+/?$", "", endpoint.url)
     try:

@@ -54,7 +54,7 @@ class Round:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drafting:
+class DraftComparison:
     """Drafting of a server, compared with that of the draft model here.
 
     Args:
@@ -76,7 +76,7 @@ class Drafting:
     cause: str | None
     notes: tuple[str, ...] = ()
 
-    def with_note(self, note: str) -> Drafting:
+    def with_note(self, note: str) -> DraftComparison:
         """A copy with one more note."""
         return replace(self, notes=(*self.notes, note))
 
@@ -136,7 +136,7 @@ def rounds_of(served: Served, prompt: list[int]) -> list[Round]:
     return rounds
 
 
-def compare(rounds: Sequence[Round], draft: DraftModel, report: Callable[[str], None]) -> Drafting:
+def compare(rounds: Sequence[Round], draft: DraftModel, report: Callable[[str], None]) -> DraftComparison:
     """Compares the rounds of a server with the draft model here, and names the cause of a difference.
 
     Raises:
@@ -166,7 +166,7 @@ def compare(rounds: Sequence[Round], draft: DraftModel, report: Callable[[str], 
     if (note := _long_texts(valid, expected, draft)) is not None:
         notes.append(note)
     seen = [each.accepted for each in valid]
-    return Drafting(
+    return DraftComparison(
         rounds=len(valid), k=draft.k, length=1 + sum(seen) / len(seen), expected_length=1 + sum(expected) / len(seen),
         by_position=_shares(seen, draft.k), expected_by_position=_shares(expected, draft.k), equal=equal, cause=cause,
         notes=tuple(notes),

@@ -47,7 +47,7 @@ UNKNOWN = (400, 422)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class ServerPrompt:
     """One request to a server.
 
     Args:
@@ -99,7 +99,7 @@ class Served:
         prompt_tokens: how many ids the server read; None if it does not say.
     """
 
-    question: Question
+    question: ServerPrompt
     tokens: list[int]
     logprobs: list[float | None]
     likeliest: list[dict[int, float]]
@@ -112,7 +112,7 @@ class Served:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Endpoint:
+class AuditedServer:
     """The server that is audited, or the reference server.
 
     Args:
@@ -167,7 +167,7 @@ class Endpoint:
         checked.check([])
 
     def answers(
-        self, questions: Sequence[Question], report: Callable[[int], None], concurrency: int = CONCURRENCY
+        self, questions: Sequence[ServerPrompt], report: Callable[[int], None], concurrency: int = CONCURRENCY
     ) -> list[Served]:
         """Sends all questions, and returns their answers in the same order.
 
@@ -180,7 +180,7 @@ class Endpoint:
         return asyncio.run(self._answers(questions, report, concurrency))
 
     async def _answers(
-        self, questions: Sequence[Question], report: Callable[[int], None], concurrency: int
+        self, questions: Sequence[ServerPrompt], report: Callable[[int], None], concurrency: int
     ) -> list[Served]:
         served: dict[int, Served] = {}
         left = iter(enumerate(questions))
@@ -213,10 +213,10 @@ def is_unreadable(name: str) -> bool:
 class _Reader:
     """Sends questions by one client, and reads the streams of answers."""
 
-    def __init__(self, endpoint: Endpoint, client: httpx2.AsyncClient) -> None:
+    def __init__(self, endpoint: AuditedServer, client: httpx2.AsyncClient) -> None:
         self._endpoint, self._client = endpoint, client
 
-    async def answer(self, question: Question) -> Served:
+    async def answer(self, question: ServerPrompt) -> Served:
         endpoint, last = self._endpoint, self._endpoint.forms[-1]
         path = "/chat/completions" if question.is_chat else "/completions"
         try:
@@ -244,7 +244,7 @@ class _Reader:
             reason = str(error).strip() or type(error).__name__
             raise ValueError(f"endpoint {endpoint.url} broke off at prompt {question.number}: {reason}") from None
 
-    def _served(self, question: Question, events: Sequence[dict[str, Any]]) -> Served:
+    def _served(self, question: ServerPrompt, events: Sequence[dict[str, Any]]) -> Served:
         entries: list[_Entry] = []
         steps: list[int] = []
         read = prompt_tokens = reason = None

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.audit.server.counters import Counters, counters_of, fault_of_counters
-from paradraft.audit.server.draft_causes import Drafting, DraftModel, compare, rounds_of
-from paradraft.audit.server.endpoint import Endpoint, Question, Served
+from paradraft.audit.server.draft_causes import DraftComparison, DraftModel, compare, rounds_of
+from paradraft.audit.server.endpoint import AuditedServer, Served, ServerPrompt
 from paradraft.audit.server.prompt_causes import expected_ids, fault_of_prompt, fault_that_fits
 from paradraft.audit.server.served import Read, ServedReport, fits, judge
 from paradraft.audit.server.tables import Reference
@@ -16,7 +16,7 @@ from paradraft.text.chat_template import Message
 
 
 def audit_endpoint(
-    endpoint: Endpoint,
+    endpoint: AuditedServer,
     reference: Reference,
     prompts: Sequence[str | list[Message]],
     *,
@@ -43,7 +43,7 @@ def audit_endpoint(
     """
     read_by_model = [expected_ids(prompt, endpoint.tokenizer) for prompt in prompts]
     questions = [
-        Question(number=number, prompt=prompt, max_new_tokens=max_new_tokens)
+        ServerPrompt(number=number, prompt=prompt, max_new_tokens=max_new_tokens)
         for number, prompt in enumerate(prompts, start=1)
     ]
     before = counters_of(endpoint)
@@ -58,7 +58,7 @@ def audit_endpoint(
         again = endpoint.answers(questions, lambda done: report(f"the same together: {done} of {len(questions)}"))
         greedy = [*alone, *(new for new, old in zip(again, alone, strict=True) if new.tokens != old.tokens)]
     chances = [
-        Question(
+        ServerPrompt(
             number=number, prompt=prompt, max_new_tokens=max_new_tokens, temperature=temperature,
             seed=seed + sample * len(prompts) + number - 1,
         )
@@ -103,7 +103,7 @@ def _drafting(
     draft: DraftModel,
     counters: tuple[Counters | None, Counters | None],
     report: Callable[[str], None],
-) -> Drafting:
+) -> DraftComparison:
     rounds = [each for read in greedy for each in rounds_of(read.served, read.prompt)]
     if not rounds:
         raise ValueError("the answers are too short to have rounds that could be compared: ask for more tokens")

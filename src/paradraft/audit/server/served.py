@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paradraft.audit.recording import NotNumbersError
 from paradraft.audit.reference import Difference
-from paradraft.audit.server.draft_causes import Drafting
+from paradraft.audit.server.draft_causes import DraftComparison
 from paradraft.audit.server.endpoint import Served
 from paradraft.audit.server.tables import POSITIONS, Reference, Table
 from paradraft.audit.uniformity import Uniformity, pit_values, uniformity
@@ -87,7 +87,7 @@ class ServedReport:
     prompts: str | None
     uniformity: Uniformity | None
     control: Uniformity | None
-    drafting: Drafting | None
+    drafting: DraftComparison | None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -110,7 +110,7 @@ def judge(
     groups: Sequence[Collection[int]],
     temperature: float,
     prompts: str | None,
-    drafting: Drafting | None,
+    drafting: DraftComparison | None,
     report: Callable[[str], None],
 ) -> ServedReport:
     """Judges the answers of a server.
@@ -324,7 +324,7 @@ def _fault_of_distribution(tested: Uniformity | None) -> tuple[str, str] | None:
     )
 
 
-def _fault_of_drafting(drafting: Drafting | None) -> tuple[str, str] | None:
+def _fault_of_drafting(drafting: DraftComparison | None) -> tuple[str, str] | None:
     if drafting is None or drafting.cause is None:
         return None
     return FAIL, f"the texts are the model's, but the server does not draft as the draft does here: {drafting.cause}"

@@ -28,7 +28,7 @@ from paradraft.audit.reference import (
     over_all,
     own_logits,
 )
-from paradraft.audit.server.endpoint import Endpoint, Question, Served
+from paradraft.audit.server.endpoint import AuditedServer, Served, ServerPrompt
 from paradraft.models.causal_lm import CausalLM
 from paradraft.sampling_params import GREEDY
 from paradraft.tree import ABSENT
@@ -233,7 +233,7 @@ def _logprobs(logits_NV: Tensor, known: int | None) -> Tensor:
 class ServerReference:
     """Another server of the same model, which continues each text, sent as token ids."""
 
-    endpoint: Endpoint
+    endpoint: AuditedServer
     name: str = field(default="the reference server", init=False)
     explained: Difference = field(default=BETWEEN_SERVERS, init=False)
     limit: Difference = field(default=BETWEEN_SERVERS, init=False)
@@ -252,7 +252,7 @@ class ServerReference:
     def _answers(self, prompt: list[int], tokens: list[int], positions: Sequence[int], most: int) -> list[Served]:
         """Its continuations of the text before each of some positions."""
         questions = [
-            Question(number=1, prompt=prompt + tokens[:position], max_new_tokens=most, likeliest=LIKELIEST)
+            ServerPrompt(number=1, prompt=prompt + tokens[:position], max_new_tokens=most, likeliest=LIKELIEST)
             for position in positions
         ]
         return self.endpoint.answers(questions, lambda _: None) if questions else []

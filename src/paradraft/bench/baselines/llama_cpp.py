@@ -21,7 +21,7 @@ from transformers import __version__ as transformers_version
 from paradraft.bench.baselines import LLAMA_CPP_TYPES, is_llama_cpp, llama_cpp_worker
 from paradraft.bench.baselines.gguf_writer import check_config, write_gguf
 from paradraft.bench.baselines.process import EngineProcess, without_engine
-from paradraft.bench.result import BatchResult, Counts
+from paradraft.bench.result import BatchResult, PeerCounts
 from paradraft.bench.spec import Method
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.digests import model_digest
@@ -87,7 +87,7 @@ class LlamaCppProcess(EngineProcess):
         keys = ("total_s", "accepted", "drafted", "delivered_s", "passes", "peak_rss_bytes")
         reply = self._answers(prompts, request, keys)
         drafted, accepted = (chain.from_iterable(reply[key]) for key in ("drafted", "accepted"))
-        counts = Counts.of(sum(map(len, reply["tokens"])), drafted, accepted)
+        counts = PeerCounts.of(sum(map(len, reply["tokens"])), drafted, accepted)
         return BatchResult(
             tokens=reply["tokens"],
             total_s=reply["total_s"],
@@ -167,7 +167,7 @@ def _check_folder(folder: str, dtype: str) -> None:
 def worker_settings(
     method: Method, name: str, target: Target, python: Path | None, report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The settings of the worker for a method, see `llama_cpp_worker.Worker`. Writes the GGUF files.
+    """The settings of the worker for a method, see `llama_cpp_worker.LlamaCppWorker`. Writes the GGUF files.
 
     Args:
         name: of the target, as the user wrote it.

@@ -1,7 +1,7 @@
 """Answers prompts with llama.cpp, for a benchmark: run by the Python of llama.cpp's own environment.
 
-It exchanges JSON, one object per line. The first line it reads has the settings, see `Worker`; the reply is
-`Worker.description`. Each further line is a request, see `Worker.answer`. An error is answered with
+It exchanges JSON, one object per line. The first line it reads has the settings, see `LlamaCppWorker`; the reply is
+`LlamaCppWorker.description`. Each further line is a request, see `LlamaCppWorker.answer`. An error is answered with
 `{"error": sentence}`, and ends the process, as the end of its input does. It imports nothing but the standard library,
 NumPy and llama-cpp-python: this library is not installed there.
 
@@ -27,7 +27,7 @@ ERROR = 4
 """The level of an error in llama.cpp's log."""
 
 
-class Row:
+class GrowingAnswer:
     """An answer in progress; `sequence` is its id in the KV caches."""
 
     def __init__(self, sequence: int, prompt: list[int], limit: int) -> None:
@@ -119,7 +119,7 @@ class Model:
         self._lengths = [0] * count
         self.passes = 0
 
-    def read(self, rows: list[Row], wanted: list[int]) -> list[list[int]]:
+    def read(self, rows: list[GrowingAnswer], wanted: list[int]) -> list[list[int]]:
         """Reads the tokens of some texts that are not in the KV cache yet, in one pass.
 
         Args:
@@ -142,7 +142,7 @@ class Model:
         self.passes += 1
         return best
 
-    def cut(self, row: Row, length: int) -> None:
+    def cut(self, row: GrowingAnswer, length: int) -> None:
         """Removes the tokens after the first `length` from the KV cache of a text."""
         if self._lengths[row.sequence] > length:
             if not self._api.llama_memory_seq_rm(self._memory, row.sequence, length, -1):
@@ -211,7 +211,7 @@ class Model:
                 os.unlink(new)
 
 
-class Worker:
+class LlamaCppWorker:
     """A loaded target, and a draft model if there is one.
 
     Args:
@@ -252,7 +252,7 @@ class Worker:
         limit, eos_ids, drawn = request["max_new_tokens"], frozenset(request["eos_ids"]), request["drawn"]
         for model in self._models.values():
             model.start(max(map(len, request["prompts"])) + limit)
-        rows = [Row(sequence, prompt, limit) for sequence, prompt in enumerate(request["prompts"])]
+        rows = [GrowingAnswer(sequence, prompt, limit) for sequence, prompt in enumerate(request["prompts"])]
         left, began_s = list(rows), time.perf_counter()
         while left:
             drafts = self._drafted(left)
@@ -278,7 +278,7 @@ class Worker:
             "peak_rss_bytes": peak_rss_bytes(),
         }
 
-    def _drafted(self, rows: list[Row]) -> list[list[int]]:
+    def _drafted(self, rows: list[GrowingAnswer]) -> list[list[int]]:
         """Appends a draft to the text of each row, the likeliest tokens in a chain, and returns it."""
         drafts: list[list[int]] = [[] for _ in rows]
         # The target adds its own token.
@@ -343,7 +343,7 @@ def main() -> None:
         replies.flush()
 
     try:
-        worker = Worker(json.loads(sys.stdin.readline()))
+        worker = LlamaCppWorker(json.loads(sys.stdin.readline()))
         send(worker.description)
         for line in sys.stdin:
             send(worker.answer(json.loads(line)))

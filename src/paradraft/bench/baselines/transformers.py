@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from paradraft.bench.hardware.roofline import plain_passes
-from paradraft.bench.result import Answerer, BatchResult, Counts
+from paradraft.bench.result import Answerer, BatchResult, PeerCounts
 from paradraft.models.target import Target
 from paradraft.sampling_params import Sampling
 from paradraft.text.tokenization import encode_prompt
@@ -85,7 +85,7 @@ def _answerer(target: Target, settings: dict[str, object], assistant: PreTrained
             delivered_s = [arrived_s[: len(answer)] for answer in answers]
             return BatchResult(tokens=answers, total_s=total_s, stats=None, passes=passes, delivered_s=delivered_s)
         drafted = [wide - 1 for wide in [rounds.widths[0] - width + 1, *rounds.widths[1:]]]
-        counts = Counts.of(len(answers[0]), drafted, rounds.accepted)
+        counts = PeerCounts.of(len(answers[0]), drafted, rounds.accepted)
         return BatchResult(
             tokens=answers, total_s=total_s, stats=None, counts=counts, accepted=[rounds.accepted],
             delivered_s=[arrived_s],

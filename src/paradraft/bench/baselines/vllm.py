@@ -10,7 +10,7 @@ import torch
 
 from paradraft.bench.baselines import is_vllm, vllm_worker
 from paradraft.bench.baselines.process import EngineProcess, without_engine
-from paradraft.bench.result import BatchResult, Counts
+from paradraft.bench.result import BatchResult, PeerCounts
 from paradraft.bench.spec import Method
 from paradraft.export.vllm import DEFAULT_PYTHON, NOT_INSTALLED, installed_python, intel_openmp, speculative_config
 from paradraft.models.runtime import QUANTIZED, Runtime
@@ -37,7 +37,7 @@ class VllmProcess(EngineProcess):
         python = python or DEFAULT_PYTHON
         super().__init__(spec, python, settings, target, patience_s=patience_s, environment=intel_openmp(python))
         self._k = (settings["speculative"] or {}).get("num_speculative_tokens", 0)
-        self._counts: dict[tuple[object, ...], Counts] = {}
+        self._counts: dict[tuple[object, ...], PeerCounts] = {}
 
     def __call__(self, prompts: list[str], max_new_tokens: int, sampling: Sampling) -> BatchResult:
         """Answers a batch, as an `Answerer`."""
@@ -51,7 +51,7 @@ class VllmProcess(EngineProcess):
         tokens = reply["tokens"]
         if count:
             total = sum(map(len, tokens))
-            self._counts[key] = Counts(
+            self._counts[key] = PeerCounts(
                 tokens=total,
                 # The pass that reads the prompt gives a token too, before anything is drafted. So does every pass for
                 # which n-grams found nothing, and vLLM counts none of those; each pass gives one token of the target's.
@@ -92,7 +92,7 @@ def check_vllm(methods: Sequence[Method], sampling: Sampling, runtime: Runtime) 
 
 
 def worker_settings(method: Method, name: str, target: Target, *, compiled: bool) -> dict[str, Any]:
-    """The settings of the worker for a method, see `vllm_worker.Worker`.
+    """The settings of the worker for a method, see `vllm_worker.VllmWorker`.
 
     Args:
         name: of the target, as the user wrote it.

@@ -1,7 +1,7 @@
 """Answers prompts with vLLM, for a benchmark: run by the Python of vLLM's own environment.
 
-It exchanges JSON, one object per line. The first line it reads has the settings, see `Worker`; the reply is
-`{"vllm": version}`. Each further line is a request, see `Worker.answer`. An error is answered with
+It exchanges JSON, one object per line. The first line it reads has the settings, see `VllmWorker`; the reply is
+`{"vllm": version}`. Each further line is a request, see `VllmWorker.answer`. An error is answered with
 `{"error": sentence}`, and ends the process, as the end of its input does. It imports nothing but the standard library
 and vLLM: this library is not installed there.
 """
@@ -31,7 +31,7 @@ COUNTERS = {
 }
 
 
-class Worker:
+class VllmWorker:
     """A loaded vLLM.
 
     Args:
@@ -124,7 +124,7 @@ def main() -> None:
         replies.flush()
 
     try:
-        worker = Worker(json.loads(sys.stdin.readline()))
+        worker = VllmWorker(json.loads(sys.stdin.readline()))
         send({"vllm": worker.version})
         for line in sys.stdin:
             send(worker.answer(json.loads(line)))

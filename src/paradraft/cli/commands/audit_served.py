@@ -31,8 +31,8 @@ from paradraft.text.chat_template import Message
 from paradraft.wording import number_of
 
 if TYPE_CHECKING:
-    from paradraft.audit.server.draft_causes import Drafting, DraftModel
-    from paradraft.audit.server.endpoint import Endpoint
+    from paradraft.audit.server.draft_causes import DraftComparison, DraftModel
+    from paradraft.audit.server.endpoint import AuditedServer
     from paradraft.audit.server.served import ServedReport
 
 SERVED_NAME = "target"
@@ -170,7 +170,7 @@ def _address(served: ServerSettings, common: AuditSettings, report: Callable[[st
 
 
 def _audited(
-    endpoint: Endpoint,
+    endpoint: AuditedServer,
     common: AuditSettings,
     served: ServerSettings,
     prompts: list[str | list[Message]],
@@ -219,12 +219,12 @@ def _endpoint(
     tokenizer: PreTrainedTokenizerBase,
     ends: frozenset[int],
     rows: int,
-) -> Endpoint:
+) -> AuditedServer:
     """Client of a server that answers."""
-    from paradraft.audit.server.endpoint import Endpoint
+    from paradraft.audit.server.endpoint import AuditedServer
 
     key = options.key_in(key_env, option)
-    endpoint = Endpoint(url=url, model=model, tokenizer=tokenizer, end_ids=ends, rows=rows, api_key=key)
+    endpoint = AuditedServer(url=url, model=model, tokenizer=tokenizer, end_ids=ends, rows=rows, api_key=key)
     endpoint.check()
     return endpoint
 
@@ -296,7 +296,7 @@ def findings(report: ServedReport, tokenizer: PreTrainedTokenizerBase) -> list[s
     return lines
 
 
-def _of_drafting(drafting: Drafting) -> list[str]:
+def _of_drafting(drafting: DraftComparison) -> list[str]:
     def shares(of: tuple[float, ...]) -> str:
         return " ".join(f"{share:.2f}".removeprefix("0") for share in of)
 

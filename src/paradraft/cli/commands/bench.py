@@ -180,7 +180,7 @@ def bench(
         from paradraft.bench.report.page.page import check_folder, write_page
         from paradraft.bench.report.plot import plot
         from paradraft.bench.run import run_benchmark
-        from paradraft.bench.setup import PLAIN, Chat, Workload, prompts_for, source_of
+        from paradraft.bench.setup import PLAIN, ChatFormat, Workload, prompts_for, source_of
         from paradraft.bench.spec import Benchmark, Method
         from paradraft.bench.synthetic import SyntheticAcceptance
         from paradraft.data.records import read_object
@@ -197,10 +197,10 @@ def bench(
     check_folder(page_folder)
     options.check_png(plot_file)
     questions: list[Questions] = []
-    chat_settings: Chat | None = None
+    chat_settings: ChatFormat | None = None
     if task is None:
         variables = read_object(chat_template_kwargs or "{}", "--chat-template-kwargs", '{"enable_thinking": false}')
-        chat_settings = Chat(system=system, variables=variables) if chat else None
+        chat_settings = ChatFormat(system=system, variables=variables) if chat else None
         texts = prompts_for(
             target, num_prompts, tokens=prompt_tokens, file=prompts, tokenizer=runtime.tokenizer, chat=chat_settings
         )

@@ -92,11 +92,11 @@ def chat(
         hint = "; --generation-config none leaves out what the model asks for" if defaults else ""
         print(f"paradraft: {in_words(sampling)}{hint}", file=sys.stderr)
     with engine:
-        Chat(engine, sampling, system=system, variables=variables, max_new_tokens=max_new_tokens).run()
+        Conversation(engine, sampling, system=system, variables=variables, max_new_tokens=max_new_tokens).run()
         tell_advice(engine)
 
 
-class Chat:
+class Conversation:
     """An interactive conversation.
 
     Args:

@@ -15,7 +15,7 @@ from paradraft.models.runtime import Runtime
 from paradraft.signals import sigterm_raises
 
 if TYPE_CHECKING:
-    from paradraft.export.handoff import Measured
+    from paradraft.export.handoff import MeasuredAcceptance
 
 
 DRAFT_DTYPE = (
@@ -65,7 +65,7 @@ def export(
     print(f"\n{done.launch}")
 
 
-def _in_words(measured: Measured) -> str:
+def _in_words(measured: MeasuredAcceptance) -> str:
     shares = " ".join(f"{share:.2f}".removeprefix("0") for share in measured.by_position)
     same = "" if measured.is_lossless else "; TEXTS DIFFER from plain decoding, run paradraft audit"
     return f"{measured.length:.2f} tokens per target pass here, accepted by position {shares}{same}"

@@ -116,7 +116,7 @@ def plan(
         from paradraft.plan.report import plot, table
         from paradraft.plan.sizes import SIZES, SizeTask
         from paradraft.plan.steadiness import unsteady_plan
-        from paradraft.plan.task import Task, doubts, known_of, ways_of
+        from paradraft.plan.task import PlanTask, doubts, known_of, ways_of
         from paradraft.sources.loading import settled
 
     measured = None if acceptance is None else (read_result_file(acceptance, PARTS), acceptance.name)
@@ -146,7 +146,7 @@ def plan(
             runtime, check_runs=runs if check else 0, output=output,
         )  # fmt: skip
     sizes = BATCH_SIZES if batch_sizes is None else numbers_of("--batch-size", batch_sizes)
-    task = Task(
+    task = PlanTask(
         target=target, speculation=speculation,
         batches=tuple(size for size in sizes if batch_sizes is not None or len(texts) % size == 0),
         ks=None if k is None else numbers_of("--k", k),

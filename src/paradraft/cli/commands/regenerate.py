@@ -26,14 +26,14 @@ from paradraft.sampling_params import Sampling
 from paradraft.wording import number_of
 
 if TYPE_CHECKING:
-    from paradraft.data.regenerate import Progress
+    from paradraft.data.regenerate import RegenerationProgress
 
 EVERY_S = 10.0
 """Seconds between two lines of progress without a terminal."""
 
 
 @contextmanager
-def shown(console: Console) -> Iterator[Callable[[Progress], None]]:
+def shown(console: Console) -> Iterator[Callable[[RegenerationProgress], None]]:
     """Yields a progress callback: a bar on a terminal, else a line every `EVERY_S`."""
     if console.is_terminal and not console.is_dumb_terminal:
         with bars.Progress(bars.BarColumn(), bars.TextColumn("{task.description}"), console=console) as bar:
@@ -44,7 +44,7 @@ def shown(console: Console) -> Iterator[Callable[[Progress], None]]:
         return
     last_s = -math.inf
 
-    def report(progress: Progress) -> None:
+    def report(progress: RegenerationProgress) -> None:
         nonlocal last_s
         if time.monotonic() - last_s >= EVERY_S:
             last_s = time.monotonic()
@@ -53,7 +53,7 @@ def shown(console: Console) -> Iterator[Callable[[Progress], None]]:
     yield report
 
 
-def line_of(progress: Progress) -> str:
+def line_of(progress: RegenerationProgress) -> str:
     """Progress in words: done, speed, time left."""
     parts = [f"{progress.total - progress.missing}/{progress.total} answers"]
     elapsed_s = time.monotonic() - progress.started_s
@@ -195,7 +195,7 @@ def regenerate(
     _summarize(progress, out, errors)
 
 
-def _summarize(progress: Progress, out: Path, console: Console) -> None:
+def _summarize(progress: RegenerationProgress, out: Path, console: Console) -> None:
     for outcome in progress.failed[:SHOWN_FAILURES]:
         console.print(f"no answer to {outcome.question.place}: {outcome.failure}", soft_wrap=True)
     if progress.shortened:

@@ -63,10 +63,10 @@ def simulate(
     if window_ms is not None and parallel_acceptance is None:
         print("warning: --window-ms has no effect without --parallel-acceptance", file=sys.stderr)
     with importing():
-        from paradraft.plan.simulate import Times
+        from paradraft.plan.simulate import RoundTimes
         from paradraft.plan.simulate import simulate as predicted
 
-    times = Times(
+    times = RoundTimes(
         target_s=target_ms / 1e3, draft_s=draft_ms / 1e3, transport_s=transport_ms / 1e3, rest_s=rest_ms / 1e3,
         verify_s=None if verify_ms is None else verify_ms / 1e3,
         window_s=None if window_ms is None else window_ms / 1e3, contention=contention,

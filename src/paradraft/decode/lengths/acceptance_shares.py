@@ -27,7 +27,7 @@ def decreasing(values: Sequence[float]) -> list[float]:
 
 
 @dataclass(kw_only=True)
-class Counts:
+class AcceptanceCounts:
     """By node of a draft, the weighted rounds in which it could be accepted and in which it was; older ones weigh less.
 
     A node of a chain can be accepted if the one before it was; a node of a tree whenever it was requested.
@@ -63,10 +63,10 @@ class AcceptanceShares:
     def __init__(self, most: int, *, is_chain: bool) -> None:
         self.most = most
         self.is_chain = is_chain
-        self._all = Counts()
+        self._all = AcceptanceCounts()
         self._drafted = [(self.FIRST_PRIOR, self.FIRST_PRIOR)] * most
         """By node, the weighted rounds in which it was requested, and in which the drafter returned it."""
-        self._rows: list[Counts] = []
+        self._rows: list[AcceptanceCounts] = []
 
     def start(self) -> None:
         """Drops the rows; keeps the counts over all rows."""
@@ -74,7 +74,7 @@ class AcceptanceShares:
 
     def join(self, rows: int) -> None:
         """Adds rows, with the rates over all rows as their prior."""
-        self._rows += [Counts() for _ in range(rows)]
+        self._rows += [AcceptanceCounts() for _ in range(rows)]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drops the other rows."""
@@ -118,7 +118,7 @@ class AcceptanceShares:
             prior = rates[-1] if self.is_chain else rates[-1] * self.FIRST
         return rates
 
-    def _rates_of(self, row: Counts, rates: list[float]) -> list[float]:
+    def _rates_of(self, row: AcceptanceCounts, rates: list[float]) -> list[float]:
         """`_rates_of_all` for one row, with the rates over all rows as the prior."""
         triples = itertools.zip_longest(row.could, row.was, rates, fillvalue=0.0)
         return [(was + self.PRIOR * rate) / (could + self.PRIOR) for could, was, rate in triples]

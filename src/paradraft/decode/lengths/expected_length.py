@@ -20,7 +20,7 @@ from paradraft.tree import Tree
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class NodeBudget:
     """Nodes to draft and expected tokens by row, the target's own included; expected time of the round."""
 
     nodes: tuple[int, ...]
@@ -112,8 +112,8 @@ class Expected:
         self._forget_plan()
 
     def _forget_plan(self) -> None:
-        self._plan: Plan | None = None
-        self._almost: Plan | None = None
+        self._plan: NodeBudget | None = None
+        self._almost: NodeBudget | None = None
         """The best plan with drafts, if it is only a little slower than plain decoding."""
         self._try: tuple[int, ...] | None = None
         self._rounds_of_try = 0
@@ -133,11 +133,11 @@ class Expected:
         self._requested = list(self._plan.nodes if self._try is None else self._try)
         return self._requested if self._acceptance.is_chain else [self.k if nodes else 0 for nodes in self._requested]
 
-    def _is_early(self, plan: Plan) -> bool:
+    def _is_early(self, plan: NodeBudget) -> bool:
         """Whether the next trial is one of the first `EARLY_TRIES`, from a plan without drafts."""
         return self._early_tries < self.EARLY_TRIES and not any(plan.nodes)
 
-    def _begin_try(self, plan: Plan) -> None:
+    def _begin_try(self, plan: NodeBudget) -> None:
         """Tries the most nodes in one row; every other time no drafts at all if some row drafts, and otherwise the best
         plan with drafts if it is nearly as good. The first round of a trial is not timed, so some have two."""
         trial = self._number_of_tries
@@ -165,7 +165,7 @@ class Expected:
         device = draft.tokens.device
         return draft.where(upload(range(draft.tokens.shape[1]), device) < upload(self._requested, device)[:, None])
 
-    def _choose(self) -> Plan:
+    def _choose(self) -> NodeBudget:
         """The best plan over all thresholds of the nodes' shares."""
         shares, drafted = self._acceptance.shares(), self._acceptance.drafted_nodes()
         self._reading_s = self._costs.reading_s()
@@ -187,7 +187,7 @@ class Expected:
         self._almost = best if not is_better and best.rate > self.ALMOST * plain.rate else None
         return best if is_better else plain
 
-    def _plan_of(self, nodes: list[int], sums: Sequence[Sequence[float]], drafted: Sequence[float]) -> Plan:
+    def _plan_of(self, nodes: list[int], sums: Sequence[Sequence[float]], drafted: Sequence[float]) -> NodeBudget:
         drafting = [drafted[count] for count in nodes if count]
         seconds = self._costs.seconds(self._rows, drafting, self._depth(nodes))
         tokens = tuple(row[count] for row, count in zip(sums, nodes, strict=True))
@@ -195,7 +195,7 @@ class Expected:
             if count and row not in self._drafting:
                 rounds_left = max(min(self._room[row], self.MOST_LEFT) / tokens[row], 1.0)
                 seconds += self._reading_s * self._unread[row] / rounds_left
-        return Plan(nodes=tuple(nodes), tokens=tokens, seconds=seconds)
+        return NodeBudget(nodes=tuple(nodes), tokens=tokens, seconds=seconds)
 
     def _depth(self, nodes: Sequence[int]) -> int:
         return max(nodes) if self._acceptance.is_chain else self.k

@@ -14,7 +14,7 @@ def typical(times_s: Sequence[float]) -> float:
     return statistics.median(times_s) if len(times_s) > 2 else min(times_s)
 
 
-class Times:
+class PassTimes:
     """Measured times of passes by size, such as the number of tokens; monotone, piecewise linear.
 
     Sizes that differ by less than a fifth form a group, whose time is the median of its last times, because single
@@ -96,10 +96,10 @@ class RoundCosts:
     def __init__(self) -> None:
         self.is_ragged = True
         """Whether a pass of the target computes no padding; else all rows cost as much as the longest."""
-        self._target_s = Times()
-        self._draft_s: dict[int, Times] = defaultdict(Times)
+        self._target_s = PassTimes()
+        self._draft_s: dict[int, PassTimes] = defaultdict(PassTimes)
         """By number of drafting rows, in powers of two; the size is the depth of the draft."""
-        self._first: deque[tuple[int, float, int, int]] = deque(maxlen=Times.LAST)
+        self._first: deque[tuple[int, float, int, int]] = deque(maxlen=PassTimes.LAST)
         """Drafts for which the drafter had to read texts: tokens read, time, rows and depth."""
         self._other_s = 0.0
         self._slowness = 1.0

@@ -26,7 +26,7 @@ from paradraft.models.forward.cpu.threads import use_one_torch_thread
 from paradraft.ragged import from_lists, to_lists
 
 
-class Server:
+class DraftServer:
     """Executes the messages of the target's side; each public method is a message."""
 
     def __init__(self, channel: Channel) -> None:
@@ -134,5 +134,5 @@ def _end_with_the_other_side() -> None:
 def main() -> None:
     """Serves the parent process, through the file descriptor in `sys.argv`."""
     threading.Thread(target=_end_with_the_other_side, daemon=True).start()
-    Server(Channel(Connection(int(sys.argv[1])))).serve()
+    DraftServer(Channel(Connection(int(sys.argv[1])))).serve()
     os._exit(0)  # the thread that reads would abort the interpreter's own end

@@ -202,7 +202,7 @@ def last_of(target: Teacher, layers: int) -> nn.Linear:
     return fused
 
 
-class Masks(nn.Module):
+class MaskEmbeddings(nn.Module):
     """Trained embeddings, and optionally the state, of masks.
 
     Args:

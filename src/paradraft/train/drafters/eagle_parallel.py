@@ -11,7 +11,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from paradraft.train.drafters.draft_layers import LayersObjective, Masks, ParallelRecipe, layers_trainee, sum_of_inputs
+from paradraft.train.drafters.draft_layers import (
+    LayersObjective,
+    MaskEmbeddings,
+    ParallelRecipe,
+    layers_trainee,
+    sum_of_inputs,
+)
 from paradraft.train.drafters.heads import HeadTrainee
 from paradraft.train.objectives.batch import TrainingBatch
 from paradraft.train.objectives.teacher import Teacher
@@ -31,7 +37,7 @@ class EagleParallel(LayersObjective):
     def __init__(self, target: Teacher, recipe: EagleParallelRecipe, *, on_gpu: bool, bf16: bool = False) -> None:
         super().__init__(target, recipe, on_gpu=on_gpu, bf16=bf16)
         self.fc = sum_of_inputs(target)
-        self.masks = Masks(recipe, target)
+        self.masks = MaskEmbeddings(recipe, target)
 
     def vectors(self, batch: TrainingBatch, embeddings_SRD: Tensor, states_SRD: Tensor) -> Tensor:
         """Joins embedding and state."""

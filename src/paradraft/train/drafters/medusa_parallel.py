@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from paradraft.train.drafters.draft_layers import LayersObjective, Masks, ParallelRecipe, layers_trainee
+from paradraft.train.drafters.draft_layers import LayersObjective, MaskEmbeddings, ParallelRecipe, layers_trainee
 from paradraft.train.drafters.heads import HeadTrainee, MedusaWeights, embedding_scale
 from paradraft.train.objectives.batch import TrainingBatch
 from paradraft.train.objectives.teacher import Teacher
@@ -42,7 +42,7 @@ class MedusaParallel(LayersObjective):
         super().__init__(target, recipe, on_gpu=on_gpu, bf16=bf16)
         self.reads_states = recipe.reads == "state"
         self.scale = embedding_scale(target) if self.reads_states else 1.0
-        self.masks = Masks(recipe, target, reads_states=self.reads_states)
+        self.masks = MaskEmbeddings(recipe, target, reads_states=self.reads_states)
 
     def vectors(self, batch: TrainingBatch, embeddings_SRD: Tensor, states_SRD: Tensor) -> Tensor:
         """Adds the scaled embedding to the state, if states are read."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.audit.server.draft_causes import Drafting, DraftModel, _faults_of_config, _rebuilt
-from paradraft.audit.server.endpoint import Endpoint
+from paradraft.audit.server.draft_causes import DraftComparison, DraftModel, _faults_of_config, _rebuilt
+from paradraft.audit.server.endpoint import AuditedServer
 from paradraft.audit.server.endpoint_audit import audit_endpoint
 from paradraft.audit.server.served import ServedReport
 from paradraft.audit.server.tables import ModelReference, Table
@@ -114,7 +114,7 @@ def audited(tokenizer: PreTrainedTokenizerBase, prompts: list[str], target: Plai
         decoding = Decoding(target=target, ends=ENDS, propose=propose)
         with FakeEngine(decoding=decoding, tokenizer=tokenizer, **engine) as server:
             return audit_endpoint(
-                Endpoint(url=server.url, model=MODEL, tokenizer=tokenizer, end_ids=ENDS), reference,
+                AuditedServer(url=server.url, model=MODEL, tokenizer=tokenizer, end_ids=ENDS), reference,
                 asked or prompts, samples=0, max_new_tokens=tokens, temperature=1.0, seed=0,
                 draft=DraftModel(model=draft, k=K, mask_id=MASK, known_ids=KNOWN, special=(0,), training_rows=rows),
                 draft_tokenizer=tokenizer, report=lambda _: None,
@@ -123,7 +123,7 @@ def audited(tokenizer: PreTrainedTokenizerBase, prompts: list[str], target: Plai
     return audit
 
 
-def drafting_of(report: ServedReport) -> Drafting:
+def drafting_of(report: ServedReport) -> DraftComparison:
     assert report.drafting is not None
     return report.drafting
 

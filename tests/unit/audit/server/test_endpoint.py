@@ -11,14 +11,14 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.audit.server.counters import Counters, counters_of, fault_of_counters
-from paradraft.audit.server.endpoint import Endpoint, Question, Served
+from paradraft.audit.server.endpoint import AuditedServer, Served, ServerPrompt
 from paradraft.text.vocabulary import used_rows
 from tests.conftest import tiny_tokenizer
 from tests.support.endpoint_server import MODEL, Reply, Script, Server
 from tests.support.small_tokenizers import KINDS
 
 END, OTHER_END = 0, 5
-ASK = Question(number=3, prompt="abc", max_new_tokens=8)
+ASK = ServerPrompt(number=3, prompt="abc", max_new_tokens=8)
 Events = list[dict[str, Any]]
 
 
@@ -39,13 +39,13 @@ def always(reply: Reply) -> Script:
     return lambda asked, number: reply
 
 
-def reader(url: str, tokenizer: PreTrainedTokenizerBase | None = None, **settings: Any) -> Endpoint:
+def reader(url: str, tokenizer: PreTrainedTokenizerBase | None = None, **settings: Any) -> AuditedServer:
     tokenizer = tiny_tokenizer() if tokenizer is None else tokenizer
     settings = {"model": MODEL, "end_ids": frozenset({END, OTHER_END}), "rows": used_rows(tokenizer)} | settings
-    return Endpoint(url=url, tokenizer=tokenizer, **settings)
+    return AuditedServer(url=url, tokenizer=tokenizer, **settings)
 
 
-def answered(events: Events | bytes, question: Question = ASK, **settings: Any) -> Served:
+def answered(events: Events | bytes, question: ServerPrompt = ASK, **settings: Any) -> Served:
     """What is read of a stream."""
     content = events if isinstance(events, bytes) else stream(events)
     with Server(always(Reply(body=content))) as server:
@@ -259,7 +259,7 @@ def test_what_a_server_does_not_know_is_not_asked_again() -> None:
 
     with Server(script) as server:
         endpoint = reader(server.url)
-        questions = [Question(number=n, prompt=f"p{n}", max_new_tokens=8, likeliest=20) for n in range(4)]
+        questions = [ServerPrompt(number=n, prompt=f"p{n}", max_new_tokens=8, likeliest=20) for n in range(4)]
         assert len(endpoint.answers(questions, lambda _: None, 1)) == 4
         asked = len(server.bodies)
         endpoint.answers(questions, lambda _: None, 1)

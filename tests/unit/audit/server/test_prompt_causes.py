@@ -11,7 +11,7 @@ import torch
 from tokenizers import AddedToken, processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from paradraft.audit.server.endpoint import Endpoint
+from paradraft.audit.server.endpoint import AuditedServer
 from paradraft.audit.server.endpoint_audit import audit_endpoint
 from paradraft.audit.server.served import ServedReport
 from paradraft.audit.server.tables import ModelReference
@@ -58,7 +58,7 @@ def audited(family: Path) -> Callable[..., ServedReport]:
             read=None if read is None else lambda body: read(body, tokenizer),
         )  # fmt: skip
         with server:
-            endpoint = Endpoint(
+            endpoint = AuditedServer(
                 url=server.url, model=MODEL, tokenizer=tokenizer, end_ids=frozenset({END}), rows=VOCAB + 8
             )
             return audit_endpoint(

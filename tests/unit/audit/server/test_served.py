@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.audit.server.draft_causes import DraftModel
-from paradraft.audit.server.endpoint import Endpoint
+from paradraft.audit.server.endpoint import AuditedServer
 from paradraft.audit.server.endpoint_audit import audit_endpoint
 from paradraft.audit.server.served import ServedReport
 from paradraft.audit.server.tables import ModelReference, Reference, ServerReference
@@ -112,7 +112,7 @@ def audited(tokenizer: PreTrainedTokenizerBase, reference: ModelReference) -> Au
         **others: Any,
     ) -> ServedReport:
         others = {"draft": None, "draft_tokenizer": None, "reader": tokenizer} | others
-        endpoint = Endpoint(url=url, model=model, tokenizer=others.pop("reader"), end_ids=ENDS, rows=VOCAB + 8)
+        endpoint = AuditedServer(url=url, model=model, tokenizer=others.pop("reader"), end_ids=ENDS, rows=VOCAB + 8)
         return audit_endpoint(
             endpoint, beside, prompts, samples=samples, max_new_tokens=tokens, temperature=temperature, seed=0,
             report=lambda _: None, **others,
@@ -318,7 +318,7 @@ def test_another_server_as_the_reference(fake: Any, audited: Audit, ours: Servin
     for telling, samples in ((Telling(), 16), (Telling(most_likeliest=5), 0), (BY_NAME, 0)):
         with fake() as server, fake(telling) as other:
             beside = ServerReference(
-                endpoint=Endpoint(url=other.url, model=MODEL, tokenizer=tokenizer, end_ids=ENDS, rows=VOCAB + 8)
+                endpoint=AuditedServer(url=other.url, model=MODEL, tokenizer=tokenizer, end_ids=ENDS, rows=VOCAB + 8)
             )
             report = audited(server.url, beside=beside, samples=samples, tokens=24)
         assert report.verdict == PASS, report.reason
@@ -326,7 +326,7 @@ def test_another_server_as_the_reference(fake: Any, audited: Audit, ours: Servin
         # Of ids that are no token a name says nothing.
         assert report.greedy_places >= (0.8 if telling is BY_NAME else 1.0) * report.greedy_tokens
     url = f"{ours.url}/v1"
-    beside = ServerReference(endpoint=Endpoint(url=url, model=OURS, tokenizer=tokenizer, end_ids=ENDS))
+    beside = ServerReference(endpoint=AuditedServer(url=url, model=OURS, tokenizer=tokenizer, end_ids=ENDS))
     report = audited(url, OURS, beside=beside)
     assert report.verdict == PASS, report.reason
 
@@ -343,7 +343,7 @@ def test_lossy_servers_fail_beside_another_server(
 ) -> None:
     """Guards the word PASS where the reference tells only the likeliest tokens."""
     with fake(**fault) as server, fake() as other:
-        endpoint = Endpoint(url=other.url, model=MODEL, tokenizer=tokenizer, end_ids=ENDS, rows=VOCAB + 8)
+        endpoint = AuditedServer(url=other.url, model=MODEL, tokenizer=tokenizer, end_ids=ENDS, rows=VOCAB + 8)
         samples = 0 if "rule" in fault else 20
         report = audited(server.url, beside=ServerReference(endpoint=endpoint), samples=samples, tokens=24)
     assert report.verdict == FAIL and words in report.reason, report.reason
@@ -352,6 +352,6 @@ def test_lossy_servers_fail_beside_another_server(
 def test_a_reference_that_tells_no_likeliest_is_refused(fake: Any, audited: Audit, tokenizer: Any) -> None:
     """Guards against a PASS beside a server that says nothing of other tokens than its own."""
     with fake(rule=accept_all) as server, fake(Telling(most_likeliest=1)) as other:
-        beside = ServerReference(endpoint=Endpoint(url=other.url, model=MODEL, tokenizer=tokenizer, end_ids=ENDS))
+        beside = ServerReference(endpoint=AuditedServer(url=other.url, model=MODEL, tokenizer=tokenizer, end_ids=ENDS))
         with pytest.raises(ValueError, match="tells no likeliest tokens beside its own"):
             audited(server.url, beside=beside)

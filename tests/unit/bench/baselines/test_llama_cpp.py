@@ -19,7 +19,7 @@ from paradraft.bench.baselines.llama_cpp import (
     without_llama_cpp,
     worker_settings,
 )
-from paradraft.bench.result import Counts
+from paradraft.bench.result import PeerCounts
 from paradraft.bench.spec import Method
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.sampling_params import GREEDY, Sampling
@@ -93,7 +93,7 @@ def test_a_draft_changes_no_token(files: dict[str, dict[str, Any]], tmp_path: Pa
             answer = engine([prompt], tokens, GREEDY)
             assert answer.tokens == [expected(prompt, tokens)]
             accepted, drafted = passes(prompt, tokens, k=3)
-            assert answer.accepted == [accepted] and answer.counts == Counts.of(tokens, drafted, accepted)
+            assert answer.accepted == [accepted] and answer.counts == PeerCounts.of(tokens, drafted, accepted)
             assert answer.engine_passes == {"target": len(accepted), "draft": sum(drafted)}
             assert answer.delivered_s is not None and sorted(answer.delivered_s[0]) == answer.delivered_s[0]
             assert len(answer.delivered_s[0]) == len(accepted) and answer.delivered_s[0][-1] <= answer.total_s < 1

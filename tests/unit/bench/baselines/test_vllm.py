@@ -12,7 +12,7 @@ import pytest
 
 from paradraft.bench.baselines import vllm
 from paradraft.bench.baselines.vllm import VllmProcess, check_vllm, without_vllm, worker_settings
-from paradraft.bench.result import Counts
+from paradraft.bench.result import PeerCounts
 from paradraft.bench.spec import Method
 from paradraft.drafters.ngram import Config
 from paradraft.sampling_params import GREEDY, Sampling
@@ -37,7 +37,7 @@ def test_answers_and_counters_come_through(tmp_path: Path) -> None:
             assert answer.tokens == [[1, 2, 1, 2, 1, 2, 1], [3] * 7]
             assert 0 < answer.total_s < 1 and (answer.peak_rss_bytes or 0) > 2**20 and answer.stats is None
             # Two rounds of each row, and the pass that read its prompt.
-            assert answer.counts == Counts(tokens=14, rounds=6, drafted=(4, 4, 4), accepted=(4, 4, 0))
+            assert answer.counts == PeerCounts(tokens=14, rounds=6, drafted=(4, 4, 4), accepted=(4, 4, 0))
     assert vllm._process.poll() == 0
 
 

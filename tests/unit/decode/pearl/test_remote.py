@@ -26,7 +26,7 @@ from paradraft.bench.setup import check
 from paradraft.bench.spec import Benchmark, Method
 from paradraft.core import Committed, Draft, Drafting, Request
 from paradraft.decode.pearl.channel import Channel
-from paradraft.decode.pearl.drafter_process import Server
+from paradraft.decode.pearl.drafter_process import DraftServer
 from paradraft.decode.pearl.remote import DrafterLostError, DrafterProcess, RemoteDrafter, Setup, versions
 from paradraft.engine.engine import Engine
 from paradraft.engine.loader import load
@@ -45,10 +45,10 @@ BOUND_S = 10.0
 
 
 @pytest.fixture
-def sides() -> Iterator[tuple[DrafterProcess, Server]]:
+def sides() -> Iterator[tuple[DrafterProcess, DraftServer]]:
     """The other side in a thread of this process, over a real connection."""
     ours, theirs = socket.socketpair()
-    server = Server(Channel(Connection(theirs.detach())))
+    server = DraftServer(Channel(Connection(theirs.detach())))
     thread = threading.Thread(target=server.serve, daemon=True)
     thread.start()
     process = DrafterProcess(Placement(draft_timeout_s=30.0), Channel(Connection(ours.detach())))
@@ -59,12 +59,12 @@ def sides() -> Iterator[tuple[DrafterProcess, Server]]:
 
 
 @pytest.fixture
-def other_side(sides: tuple[DrafterProcess, Server]) -> DrafterProcess:
+def other_side(sides: tuple[DrafterProcess, DraftServer]) -> DrafterProcess:
     return sides[0]
 
 
 @pytest.fixture
-def server(sides: tuple[DrafterProcess, Server]) -> Server:
+def server(sides: tuple[DrafterProcess, DraftServer]) -> DraftServer:
     return sides[1]
 
 
@@ -106,7 +106,7 @@ def test_text_is_that_of_plain_decoding(other_side: DrafterProcess, family: Path
         assert [answer.accepted for answer in found] == [answer.accepted for answer in alike]
 
 
-def test_what_is_kept_there_is_let_go(other_side: DrafterProcess, server: Server, family: Path) -> None:
+def test_what_is_kept_there_is_let_go(other_side: DrafterProcess, server: DraftServer, family: Path) -> None:
     """Guards the other side's memory, and what a second drafter keeps there against what the first lets go."""
     plain = load(str(family / "target"), runtime=RUNTIME)
     for _ in range(2):
