@@ -1,4 +1,4 @@
-"""Defers SIGINT/SIGTERM while a file is written."""
+"""Turns SIGTERM into `SystemExit` while files are written, so that unfinished ones are deleted."""
 
 from __future__ import annotations
 
