@@ -30,8 +30,7 @@ from paradraft.models.forward.cpu.build import kernel_names
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.sources.target_loading import load_target
-from paradraft.verify import load_rule
-from paradraft.verify.rules import Verify
+from paradraft.verify import Verify, load_rule
 
 TARGET, DRAFT = "shape:smollm2-360m", "shape:smollm2-135m"
 RATES = "0.869,0.737,0.607,0.527,0.460,0.374,0.346,0.298"

@@ -62,18 +62,23 @@ class RequestError(Exception):
         self.cause = cause
 
 
+Draws = Literal["noise", "numbers", "likeliest"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Drafting:
     """Settings that all drafts of a batch share.
 
     Args:
-        rule: a verification rule, `paradraft/verify/<name>.py`. It decides how drafters draw: with the target's random
-            numbers (match), or with separate ones, returning the distribution (rejection).
+        rule: name of the verification rule, `paradraft/verify/<name>.py`.
+        draws: how drafters draw for it: with the target's noise; with separate random numbers, returning the
+            distribution; or the likeliest tokens.
         tree: the shape of the drafts; None for chains.
         wants_confidence: whether drafts contain the drafter's confidence.
     """
 
     rule: str = "match"
+    draws: Draws = "noise"
     tree: Tree | None = None
     wants_confidence: bool = False
 

@@ -5,11 +5,14 @@ An entry point has a group, a name, and the module's import path.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Iterable
+import types
+from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 def module_names(folders: Iterable[str], group: str) -> list[str]:
@@ -43,3 +46,50 @@ def _shipped(folders: Iterable[str]) -> set[str]:
 
 def _owner(point: EntryPoint) -> str:
     return f"package {point.dist.name!r}" if point.dist is not None else point.value
+
+
+def parse_settings(
+    settings: Iterable[str], config: type, subject: str, *, elsewhere: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Values of `setting=value` texts.
+
+    Args:
+        config: the dataclass whose fields are the settings.
+        subject: the beginning of error messages, such as "drafter 'ngram'".
+        elsewhere: fields that are set elsewhere, each with how.
+
+    Raises:
+        ValueError: a setting is unknown or occurs twice, or its value has the wrong type.
+    """
+    elsewhere, hints = elsewhere or {}, get_type_hints(config)
+    known = [field.name for field in dataclasses.fields(config) if field.name not in elsewhere]
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or key not in known or key in values:
+            hint = f"its settings are {', '.join(known)}, each at most once" if known else "it has no settings"
+            raise ValueError(f"{subject}: {setting!r} is no setting=value of it; {hint}{elsewhere.get(key, '')}")
+        values[key] = _value(text, hints[key], f"{subject}: {key}={text!r}")
+    return values
+
+
+WORDS = {"true": True, "false": False, "none": None}
+ALLOWED = {int: "a whole number", float: "a number", bool: "true or false", types.NoneType: "none", str: "a text"}
+
+
+def _value(text: str, hint: Any, prefix: str) -> Any:
+    """Parses a value by its type: int, float, bool, str, literal, None, or a union; errors begin with `prefix`."""
+    hints = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    for kind in sorted(hints, key=lambda kind: kind is str):  # any text is a str
+        if get_origin(kind) is Literal and text in map(str, get_args(kind)):
+            return next(value for value in get_args(kind) if str(value) == text)
+        if kind in (bool, types.NoneType) and isinstance(value := WORDS.get(text.lower(), text), kind):
+            return value
+        if kind in (int, float, str):
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    literals = [str(value) for kind in hints if get_origin(kind) is Literal for value in get_args(kind)]
+    allowed = " or ".join([*literals, *(ALLOWED[kind] for kind in hints if kind in ALLOWED)])
+    raise ValueError(f"{prefix}: use {allowed}")

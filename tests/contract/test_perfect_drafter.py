@@ -24,7 +24,7 @@ from paradraft.sampling.candidates import Candidates
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
-from paradraft.verify.rules import RULES
+from paradraft.verify import rule_names
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.contract.test_random_configurations import never_twice
 from tests.support.decoding import Varying, requests, stepped, texts
@@ -112,7 +112,7 @@ def share_accepted(steps: list[RoundOutput]) -> float:
     return sum(sum(step.accepted) for step in steps) / sum(sum(step.drafted) for step in steps)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", rule_names())
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", PERFECT)
 def test_everything_is_accepted(pairs: dict[str, Pair], name: str, shape: str, rule: str) -> None:
@@ -133,7 +133,7 @@ def test_everything_is_accepted(pairs: dict[str, Pair], name: str, shape: str, r
         assert len(steps) == -(-max(limits) // 5)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", rule_names())
 @pytest.mark.parametrize("k", [1, 2, 5, 9])
 @pytest.mark.parametrize("name", PERFECT)
 def test_everything_is_accepted_at_any_length(pairs: dict[str, Pair], name: str, k: int, rule: str) -> None:

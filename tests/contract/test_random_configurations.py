@@ -25,8 +25,8 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
 from paradraft.verify import match
-from paradraft.verify.rules import RULES
 from tests.support.drafts import draft_of
+from tests.support.rules import replace_rule
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 RUNTIMES = {
@@ -168,7 +168,7 @@ def test_wrong_rules_are_caught(
     engines: dict[str, Engine], wrong: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: configurations that these rules pass would not guard losslessness."""
-    monkeypatch.setitem(RULES, "match", wrong)
+    replace_rule(monkeypatch, "match", wrong)
 
     def check_all() -> None:
         for number in range(40):

@@ -20,11 +20,11 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import ForwardOut
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import pocket_folder
-from paradraft.verify.rules import RULES
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake, drafting
 from tests.support.fake_engine import MODEL, Decoding, FakeEngine, Plain, Telling, greedy, one_by_one, pard
 from tests.support.jsonl import write_lines
+from tests.support.rules import replace_rule
 from tests.support.serving import MODEL as OURS
 from tests.support.serving import Serving, serving
 
@@ -72,7 +72,7 @@ def test_audit_fails_with_exit_code_one(
     family: Path, paradraft: Paradraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards scripts that trust the exit code."""
-    monkeypatch.setitem(RULES, "match", accept_all)
+    replace_rule(monkeypatch, "match", accept_all)
     outcome = paradraft("audit", *audit_options(family, tmp_path))
     assert outcome.code == 1
     assert outcome.out.startswith("FAIL: ")

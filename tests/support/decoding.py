@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from paradraft.models.target import Target
 from paradraft.ragged import from_lists
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
+from paradraft.verify import rule_class
 from tests.conftest import tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -39,11 +41,17 @@ def requests(
     return made
 
 
+def _drafting(**settings: Any) -> Drafting:
+    """With the draws that belong to its rule, if one is named."""
+    draws = {"draws": rule_class(settings["rule"]).draws} if "rule" in settings else {}
+    return Drafting(**draws | settings)
+
+
 def sampler(
     rows: Sequence[list[int]], samplings: Sampling | Sequence[Sampling] = GREEDY, **drafting: object
 ) -> Sampler:
     """A sampler of a row for each prompt."""
-    return Sampler(requests(rows, samplings), drafting=Drafting(**drafting))
+    return Sampler(requests(rows, samplings), drafting=_drafting(**drafting))
 
 
 def committed(*rows: list[int]) -> Committed:
@@ -55,7 +63,7 @@ def started(
     drafter: Drafter, rows: Sequence[list[int]], samplings: Sampling | Sequence[Sampling] = GREEDY, **drafting: object
 ) -> None:
     """Begins with a row for each prompt."""
-    drafter.start(Drafting(**drafting), CPU)
+    drafter.start(_drafting(**drafting), CPU)
     drafter.join(requests(rows, samplings), committed(*rows))
 
 

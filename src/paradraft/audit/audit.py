@@ -32,7 +32,7 @@ from paradraft.parents import row_after
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
-from paradraft.verify import LOSSY, rule_name
+from paradraft.verify import rule_class
 from paradraft.wording import number_of
 
 
@@ -128,7 +128,7 @@ class Report:
 
 def check_may_be_lossless(rule: str) -> None:
     """Raises ValueError if a verification rule is lossy by design."""
-    if (warning := LOSSY.get(rule_name(rule))) is not None:
+    if (warning := rule_class(rule).warning) is not None:
         raise ValueError(f"verify={rule!r}: {warning}, so there is nothing to audit: use match or rejection")
 
 
@@ -166,7 +166,7 @@ def audit(
         for index, request in enumerate(requests * (1 if sampling.is_greedy else seeds))
     ]
     check_may_be_lossless(engine.speculation.verify)
-    tests_distribution = engine.speculation.verify == "rejection" and not sampling.is_greedy
+    tests_distribution = not rule_class(engine.speculation.verify).same_tokens and not sampling.is_greedy
     has_drafter = not isinstance(engine.drafter, NoDrafter)
     if tests_distribution and not has_drafter:
         raise ValueError("drafter 'none' drafts nothing that could be rejected: audit it with verify='match'")

@@ -32,6 +32,7 @@ from paradraft.decode.payoff import Payoff, advice
 from paradraft.decode.stats import Stats
 from paradraft.models.runtime import QUANTIZED
 from paradraft.sampling_params import Sampling
+from paradraft.verify import rule_class
 
 _FORGETS = Path("/proc/self/clear_refs")
 _KNOWS = Path("/proc/self/status")
@@ -165,7 +166,7 @@ def summarize(measured: list[Measured], sampling: Sampling) -> dict[str, dict[st
     summary = dict[str, dict[str, Any]]()
     for result in measured:
         reference = _reference(result.method, measured)
-        has_own_numbers = result.method.name in PEERS or result.method.speculation.verify == "rejection"
+        has_own_numbers = result.method.name in PEERS or rule_class(result.method.speculation.verify).draws == "numbers"
         comparable = reference is not None and (sampling.is_greedy or not has_own_numbers)
         summary[result.method.spec] = {
             "method": result.method.name,

@@ -28,7 +28,7 @@ from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import kernel_names
 from paradraft.sources.loading import settled
-from paradraft.verify import load_rule
+from paradraft.verify import Verify, load_rule
 
 
 def run_benchmark(
@@ -136,7 +136,7 @@ def _summary(
 
 def _profile(benchmark: Benchmark, engine: Engine, prompts: list[str], max_new_tokens: int) -> dict[str, Any] | None:
     """The shares of the time of a method's rounds."""
-    verify = load_rule(engine.speculation.verify)
+    verify: Verify = load_rule(engine.speculation.verify)
     if benchmark.acceptance is not None:
         verify = benchmark.acceptance.instead_of(verify)
     batch, samplings = engine.new_batch(verify=verify), [benchmark.sampling] * len(prompts)

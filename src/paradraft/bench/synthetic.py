@@ -32,17 +32,13 @@ from paradraft.models.target import Target
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
-from paradraft.verify import load_rule
-from paradraft.verify.rules import Verify
+from paradraft.verify import Verify, load_rule
 
 
 def rounds(batch: Batch, prompts: list[str], max_new_tokens: int, samplings: list[Sampling]) -> Iterator[RoundOutput]:
     """Answers prompts together, in a batch without rows; only their length ends the answers."""
     requests = requests_of(batch.target, prompts, max_new_tokens, samplings)
     return run(batch, [Generation(replace(request, eos_ids=frozenset())) for request in requests])
-
-
-LOSSLESS = False
 
 
 @dataclass(frozen=True, kw_only=True)

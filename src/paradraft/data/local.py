@@ -17,6 +17,7 @@ from paradraft.models.quantization import stored_parts
 from paradraft.sampling_params import Sampling
 from paradraft.text.chat_template import ChatTemplate, Message, check_variables
 from paradraft.text.tokenization import encode_prompt
+from paradraft.verify import rule_class
 
 WINDOW = 32
 """Prompts are sorted by length within this many batches, so that a half-written file is like the complete one."""
@@ -44,7 +45,7 @@ class InProcess:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert self.engine.speculation.verify == "match" and not self.sampling.processors
+        assert rule_class(self.engine.speculation.verify).same_tokens and not self.sampling.processors
         for name in ("batch_size", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: use at least 1")

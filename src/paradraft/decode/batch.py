@@ -38,8 +38,7 @@ from paradraft.parents import depths
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT, Tree
-from paradraft.verify import load_rule, rule_name
-from paradraft.verify.rules import Verify
+from paradraft.verify import Verify, load_rule, rule_class, rule_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +96,13 @@ class Batch:
         self.target = target
         self.drafter = drafter
         self.lengths = lengths
-        self.drafting = Drafting(rule=rule_name(rule), tree=tree, wants_confidence=lengths.wants_confidence)
         self.verify = verify or load_rule(rule)
+        self.drafting = Drafting(
+            rule=rule_name(rule),
+            draws=rule_class(rule).draws,
+            tree=tree,
+            wants_confidence=lengths.wants_confidence,
+        )
         self.generations: list[Generation] = []
         """By row."""
         self.reading: Reading | None = None

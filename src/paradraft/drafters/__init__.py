@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import types
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from paradraft.models.names import POCKET
-from paradraft.plugins import find_module, module_names
+from paradraft.plugins import find_module, module_names, parse_settings
 
 if TYPE_CHECKING:
     from paradraft.core import Drafter
@@ -121,44 +120,15 @@ def drafter_config(drafter: str, draft: str | None = None) -> Any:
     Config(max_ngram=5)
     """
     name, settings = split_settings(drafter)
-    module = drafter_module(name)
-    fields, hints = _fields(module), get_type_hints(module.Config)
-    known = [field for field in fields if field != DRAFT]
-    values: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals or key not in known or key in values:
-            hint = f"its settings are {', '.join(known)}, each at most once" if known else "it has no settings"
-            apart = "; name the draft model by --draft, or draft=" if key == DRAFT and DRAFT in fields else ""
-            raise ValueError(f"drafter {name!r}: {setting!r} is no setting=value of it; {hint}{apart}")
-        values[key] = _value(text, hints[key], f"drafter {name!r}: {key}={text!r}")
-    if DRAFT in fields:
+    config = drafter_module(name).Config
+    has_draft = DRAFT in _fields(drafter_module(name))
+    elsewhere = {DRAFT: f"; name the draft model by --draft, or {DRAFT}="} if has_draft else {}
+    values = parse_settings(settings, config, f"drafter {name!r}", elsewhere=elsewhere)
+    if has_draft:
         values[DRAFT] = POCKET if draft is None else draft
-    return module.Config(**values)
+    return config(**values)
 
 
 def drafter_settings(drafter: str) -> dict[str, Any]:
     """All settings of a drafter with their values, defaults included, without the draft model."""
     return {name: value for name, value in vars(drafter_config(drafter)).items() if name != DRAFT}
-
-
-WORDS = {"true": True, "false": False, "none": None}
-ALLOWED = {int: "a whole number", float: "a number", bool: "true or false", types.NoneType: "none", str: "a text"}
-
-
-def _value(text: str, hint: Any, prefix: str) -> Any:
-    """Parses a value by its type: int, float, bool, str, literal, None, or a union; errors begin with `prefix`."""
-    hints = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    for kind in sorted(hints, key=lambda kind: kind is str):  # any text is a str
-        if get_origin(kind) is Literal and text in map(str, get_args(kind)):
-            return next(value for value in get_args(kind) if str(value) == text)
-        if kind in (bool, types.NoneType) and isinstance(value := WORDS.get(text.lower(), text), kind):
-            return value
-        if kind in (int, float, str):
-            try:
-                return kind(text)
-            except ValueError:
-                continue
-    literals = [str(value) for kind in hints if get_origin(kind) is Literal for value in get_args(kind)]
-    allowed = " or ".join([*literals, *(ALLOWED[kind] for kind in hints if kind in ALLOWED)])
-    raise ValueError(f"{prefix}: use {allowed}")

@@ -160,7 +160,7 @@ class PpdDrafter(Drafter):
                 stacklevel=2,
             )
         self._choices: dict[int | None, Shapes] = {}
-        self._shapes = self._planned("match", 0.0)
+        self._shapes = self._planned(Drafting().rule, 0.0)
 
     @property
     def trees(self) -> tuple[StateTree, ...]:

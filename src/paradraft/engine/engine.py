@@ -31,8 +31,7 @@ from paradraft.placement import on_cpus
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.text.chat_template import ask_tokens, template_of
 from paradraft.text.tokenization import Detokenizer
-from paradraft.verify import LOSSY, rule_name
-from paradraft.verify.rules import Verify
+from paradraft.verify import Verify, load_rule
 
 MOST_LOGPROBS = 20
 """Most top tokens reported for each position of an answer."""
@@ -138,8 +137,9 @@ class Engine:
                 f"k={speculation.k}: this drafter drafts at most {most_k} tokens per round, set k={most_k}"
             )
         speculation.check_drafter(drafter)
-        if (warning := LOSSY.get(rule_name(speculation.verify))) is not None:
-            warnings.warn(f"verify={speculation.verify!r}: {warning}", stacklevel=2)
+        rule = load_rule(speculation.verify)
+        if rule.warning is not None:
+            warnings.warn(f"verify={speculation.verify!r}: {rule.warning}", stacklevel=2)
         if speculation.nodes > most:
             raise ValueError(f"a tree of {speculation.nodes} nodes: a pass has room for {most}")
         target.lm.check_hidden_layers(drafter.hidden_layers)
@@ -154,8 +154,8 @@ class Engine:
             with self.in_round():
                 speculation = replace(speculation, gamma=best_gamma(target, drafter, speculation.k))
         self.speculation = speculation
-        # With the rejection rule a plain round would change which text a seed gives.
-        tries_plain = tries_plain and rule_name(speculation.verify) == "match" and not isinstance(drafter, NoDrafter)
+        # With other rules a plain round would change which text a seed gives.
+        tries_plain = tries_plain and rule.same_tokens and not isinstance(drafter, NoDrafter)
         self.lengths = Compared(POLICIES[speculation.lengths](speculation.depth), tries_plain=tries_plain)
         self._batch = self.new_batch(kept_rows=kept_rows)
         self._scheduler = Scheduler(self._batch, self.in_round)

@@ -9,7 +9,7 @@ from paradraft.drafters import check_draft, drafter_class, drafter_config, draft
 from paradraft.errors import one_line, whole_number
 from paradraft.models.names import check_has_weights
 from paradraft.tree import Tree
-from paradraft.verify import check_rule_name, load_rule, rule_name
+from paradraft.verify import check_rule_name, load_rule, rule_class
 
 if TYPE_CHECKING:
     from paradraft.core import Drafter
@@ -140,7 +140,7 @@ class Speculation:
 
     def check_drafter(self, drafter: Drafter | type[Drafter]) -> None:
         """Raises ValueError if a drafter or drafter class does not support this rule, tree or gamma."""
-        if drafter.needs_drawn and self.verify != "match":
+        if drafter.needs_drawn and rule_class(self.verify).draws != "noise":
             raise ValueError(
                 f"verify={self.verify!r}: this drafter learns from the target's own draws, which the match rule alone "
                 "tells: use verify='match'"
@@ -169,7 +169,7 @@ class Speculation:
         """
         if self.lengths != AUTO:
             return self
-        is_free = is_exact and rule_name(self.verify) == "match" and self.gamma is None
+        is_free = is_exact and rule_class(self.verify).same_tokens and self.gamma is None
         return replace(self, lengths="expected" if is_free and drafts else "fixed")
 
     @property

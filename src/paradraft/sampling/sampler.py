@@ -48,7 +48,7 @@ class Sampler:
         faster: Draw | None = None,
     ) -> None:
         self._faster = faster
-        self.rule = drafting.rule
+        self.draws = drafting.draws
         self._has_paths = drafting.tree is not None and drafting.tree.paths is not None
         self._is_chain = drafting.tree is None
         self._wants_confidence = drafting.wants_confidence
@@ -186,7 +186,7 @@ class Sampler:
         """The inputs of a faster `candidates` at the first `count` positions: temperatures of the rows, and noise
         `[B, count, V]` or None if all rows are greedy. None if some row has other settings."""
         # Under the rejection rule random numbers belong to nodes, so trees must not depend on the other rows.
-        if self.rule != "match" or self._wants_confidence or self._has_paths:
+        if self.draws != "noise" or self._wants_confidence or self._has_paths:
             return None
         if not all(request.sampling.is_plain for request in self._requests):
             return None
@@ -198,12 +198,12 @@ class Sampler:
 
     def candidates_at(self, logits_BRV: Tensor, depths_BR: Tensor, count: int, paths: Tensor | None) -> Candidates:
         """The candidates of a drafter at any positions; see `candidates`, and `draw` for the arguments."""
-        if self.rule == "match" and self._is_chain and not self._wants_confidence:
+        if self.draws == "noise" and self._is_chain and not self._wants_confidence:
             tokens = self.draw(logits_BRV, depths_BR, paths)[..., None]
             return Candidates(tokens=tokens, log_probs=torch.zeros_like(tokens), probs=None, confidence=None)
         scores_BRV = self._each(self._scores, logits_BRV, paths)
         count = min(count, scores_BRV.shape[2])
-        if self.rule != "rejection" or not (self._is_chain or self._has_paths):
+        if self.draws != "numbers" or not (self._is_chain or self._has_paths):
             return self._likeliest(scores_BRV, depths_BR, count)
         log_q = scores_BRV.double().log_softmax(-1)
         confidence = log_q.amax(-1).exp() if self._wants_confidence else None
@@ -228,7 +228,7 @@ class Sampler:
         if scores_BRV.device.type == "cpu":
             rows, width = max(CACHED // (R * V), 1), max(CACHED // V, 1)
         positions_BR = self.lengths_B[:, None] + depths_BR
-        has_noise = self.rule == "match" and not self._are_greedy
+        has_noise = self.draws == "noise" and not self._are_greedy
         tokens, log_probs, confidence = [], [], []
         for row, column in itertools.product(range(0, B, rows), range(0, R, width)):
             some_B, some_R = slice(row, row + rows), slice(column, column + width)

@@ -1,19 +1,46 @@
-"""Verification rules, which decide the accepted tokens. `match` and `rejection` are lossless, `typical` is not."""
+"""Verification rules decide the accepted tokens: one file each, found by its name, or a module of another package.
+
+A rule is written `name` or `name:setting=value:…`, such as `typical:delta=0.2`. A file names its class as `RULE`; the
+settings are the fields of the class.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from paradraft.plugins import find_module, module_names, parse_settings
 
 if TYPE_CHECKING:
-    from paradraft.verify.rules import Verify
+    from paradraft.core import Draft, Draws, TargetOut, Verdict
+    from paradraft.sampling.sampler import Sampler
 
-NAMES = ("match", "rejection", "typical")
-"""Names of all rules; their functions, which need torch, are in [rules.py](rules.py)."""
-LOSSY = {
-    "typical": "typical acceptance is not lossless: at temperatures above 0 the text is not distributed as the "
-    "target's own"
-}
-"""Lossy rules and the warning for each."""
+GROUP = "paradraft.verify"
+"""Entry points by which other packages add rules."""
+Verify = Callable[["Draft", "TargetOut", "Sampler"], "Verdict"]
+
+
+class Rule(Protocol):
+    """A verification rule: a frozen dataclass whose fields are its settings.
+
+    Attributes:
+        draws: how drafters draw for it.
+        same_tokens: whether a seed gives the same tokens with every draft, and so without one.
+        warning: how its text differs from the target's; None if it is lossless.
+    """
+
+    draws: ClassVar[Draws]
+    same_tokens: ClassVar[bool]
+    warning: ClassVar[str | None]
+
+    def __call__(self, draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
+        """Decides the accepted tokens and the recovered or bonus token."""
+        ...
+
+
+def rule_names() -> list[str]:
+    """Files in `paradraft/verify`, and the rules of other packages."""
+    return module_names(__path__, GROUP)
 
 
 def rule_name(rule: str) -> str:
@@ -27,29 +54,30 @@ def rule_name(rule: str) -> str:
 
 def check_rule_name(rule: str) -> None:
     """Raises ValueError if there is no rule of this name; settings are not checked."""
-    if rule_name(rule) not in NAMES:
-        raise ValueError(f"verify={rule!r}: use one of {', '.join(NAMES)}")
+    if rule_name(rule) not in rule_names():
+        raise ValueError(f"verify={rule!r}: use one of {', '.join(rule_names())}")
 
 
-def load_rule(rule: str) -> Verify:
-    """The rule of a name, optionally with settings, such as "typical:epsilon=0.05:delta=0.2"."""
+def rule_class(rule: str) -> type[Rule]:
+    """The class of a rule; imports torch.
+
+    Raises:
+        ValueError: there is no such rule.
+    """
     check_rule_name(rule)
-    from paradraft.verify import typical
-    from paradraft.verify.rules import RULES
+    kind: type[Rule] = find_module(rule_name(rule), __name__, __path__, GROUP).RULE
+    return kind
 
-    name, *settings = rule.split(":")
-    values: dict[str, float] = {}
-    known = list(typical.Typical.__dataclass_fields__) if name == "typical" else []
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals or key not in known or key in values:
-            hint = f"its settings are {', '.join(known)}, each at most once" if known else "it has no settings"
-            raise ValueError(f"verify={rule!r}: {setting!r} is no setting=value of it; {hint}")
-        try:
-            values[key] = float(text)
-        except ValueError:
-            raise ValueError(f"verify={rule!r}: {key}={text!r} is no number") from None
+
+def load_rule(rule: str) -> Rule:
+    """The rule of a name, optionally with settings, such as "typical:epsilon=0.05:delta=0.2".
+
+    Raises:
+        ValueError: there is no such rule, or a setting is wrong.
+    """
+    kind = rule_class(rule)
+    values = parse_settings(rule.split(":")[1:], kind, f"verify={rule!r}")
     try:
-        return typical.Typical(**values) if values else RULES[name]
+        return kind(**values)
     except ValueError as error:
         raise ValueError(f"verify={rule!r}: {error}") from None

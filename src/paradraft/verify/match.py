@@ -11,9 +11,12 @@ Shape letters: B rows of a batch, N nodes of a draft, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 
-from paradraft.core import Draft, TargetOut, Verdict
+from paradraft.core import Draft, Draws, TargetOut, Verdict
 from paradraft.parents import depths_after, texts_before
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
@@ -73,3 +76,19 @@ def accepted_path(tokens: list[int], parents: list[int], drawn: list[int]) -> li
             path[depth[parent] : depth[parent] + 1] = [node]
             depth[node] = depth[parent] + 1
     return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """The rule; it has no settings."""
+
+    draws: ClassVar[Draws] = "noise"
+    same_tokens: ClassVar[bool] = True
+    warning: ClassVar[str | None] = None
+
+    def __call__(self, draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
+        """See `verify`."""
+        return verify(draft, out, sampler)
+
+
+RULE = Match

@@ -11,10 +11,13 @@ Shape letters: B rows of a batch, N nodes of a draft, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from paradraft.core import Draft, TargetOut, Verdict
+from paradraft.core import Draft, Draws, TargetOut, Verdict
 from paradraft.parents import texts_before
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
@@ -35,7 +38,7 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     >>> draft = Draft.chain(torch.zeros(1000, 1, dtype=torch.long))
     >>> samplings = [Sampling(temperature=1.0, seed=seed) for seed in range(1000)]
     >>> requests = [Request(tokens=[1], sampling=sampling) for sampling in samplings]
-    >>> sampler = Sampler(requests, drafting=Drafting(rule="rejection"))
+    >>> sampler = Sampler(requests, drafting=Drafting(draws="numbers"))
     >>> verdict = verify(draft, TargetOut(logits=logits, hidden={}), sampler)
     >>> [(verdict.tokens[:, 0] == token).sum().item() for token in range(3)]
     [490, 319, 191]
@@ -90,3 +93,19 @@ def _residual(p_BV: Tensor, token_B: Tensor, q_BV: Tensor | None) -> Tensor:
     total_B1 = rest_BV.sum(1, keepdim=True)
     # The residual is 0 only if p = q up to rounding; then a rejection has probability 0 too.
     return torch.where(total_B1 > 0, rest_BV / total_B1, p_BV)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection:
+    """The rule; it has no settings."""
+
+    draws: ClassVar[Draws] = "numbers"
+    same_tokens: ClassVar[bool] = False
+    warning: ClassVar[str | None] = None
+
+    def __call__(self, draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
+        """See `verify`."""
+        return verify(draft, out, sampler)
+
+
+RULE = Rejection

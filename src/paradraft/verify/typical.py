@@ -12,15 +12,14 @@ Shape letters: B rows of a batch, N nodes of a draft, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from paradraft.core import Draft, TargetOut, Verdict
+from paradraft.core import Draft, Draws, TargetOut, Verdict
 from paradraft.parents import depths_after, texts_before
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
-
-LOSSLESS = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +31,11 @@ class Typical:
         delta: threshold at entropy 0, in (0, 1].
     """
 
+    draws: ClassVar[Draws] = "likeliest"
+    same_tokens: ClassVar[bool] = False
+    warning: ClassVar[str | None] = (
+        "typical acceptance is not lossless: at temperatures above 0 the text is not distributed as the target's own"
+    )
     epsilon: float = 0.09
     delta: float = 0.3
 
@@ -96,3 +100,6 @@ def longest(parents: list[int], kept: list[bool], chances: list[float]) -> list[
         path.insert(0, node)
         node = parents[node]
     return path
+
+
+RULE = Typical

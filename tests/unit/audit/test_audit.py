@@ -23,7 +23,7 @@ from paradraft.ragged import from_lists
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.verify import match
-from paradraft.verify.rules import RULES
+from tests.support.rules import replace_rule
 
 PROMPTS = ["a", "helloworld", "abcabcabcabc"]
 SAMPLED = Sampling(temperature=0.9, seed=3)
@@ -65,7 +65,7 @@ def lagging(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
 @pytest.mark.parametrize("wrong", [accept_all, lagging])
 def test_a_wrong_rule_fails(family: Path, wrong: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the word PASS: what is not lossless must not get it, nor be explained by rounding."""
-    monkeypatch.setitem(RULES, "match", wrong)
+    replace_rule(monkeypatch, "match", wrong)
     report = run(drafted(family))
     assert report.verdict == FAIL
     assert report.divergences and not all(found.is_tie for found in report.divergences)
@@ -130,7 +130,7 @@ def test_rejection_is_tested_with_a_control(family: Path, monkeypatch: pytest.Mo
     assert report.control is not None and not report.control.is_uniform
     short = run(engine, SAMPLED, seeds=1, tokens=2)
     assert short.verdict == INCONCLUSIVE and "not caught" in short.reason
-    monkeypatch.setitem(RULES, "rejection", accept_all)
+    replace_rule(monkeypatch, "rejection", accept_all)
     assert run(engine, SAMPLED, **MANY).verdict == FAIL
 
 

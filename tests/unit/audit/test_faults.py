@@ -32,10 +32,10 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.tree import ABSENT, Tree
 from paradraft.verify import match
-from paradraft.verify.rules import RULES
 from tests.conftest import tiny_model, tiny_tokenizer
 from tests.support.pass_faults import Plant as PassFault
 from tests.support.pass_faults import base, field, linear, logit_raised, without_panel
+from tests.support.rules import replace_rule
 
 PROMPTS = ["helloworld", "abcabcabcabc", "a"]
 SAMPLED = Sampling(temperature=0.9, seed=3)
@@ -319,7 +319,7 @@ def test_a_wrong_choice_on_both_sides_fails(loaded: Load, monkeypatch: pytest.Mo
         best = out.logits.argmax(-1, keepdim=True)
         return match.verify(draft, TargetOut(logits=out.logits.scatter(-1, best, -torch.inf), hidden={}), sampler)
 
-    monkeypatch.setitem(RULES, "match", second_best)
+    replace_rule(monkeypatch, "match", second_best)
     report = run(loaded("float64"))
     assert report.verdict == FAIL and not report.divergences
     assert "not those that" in report.reason
@@ -420,10 +420,10 @@ def test_an_engine_that_refuses_to_choose_is_a_verdict(loaded: Load, monkeypatch
         raise ValueError("something else")
 
     engine = loaded("float64")
-    monkeypatch.setitem(RULES, "match", failing)
+    replace_rule(monkeypatch, "match", failing)
     with pytest.raises(ValueError, match="something else"):
         run(engine)
-    monkeypatch.setitem(RULES, "match", refusing)
+    replace_rule(monkeypatch, "match", refusing)
     logits_changed(Broken(torch.nan, -1))(engine.target.lm, monkeypatch)
     report = run(engine)
     assert report.verdict == FAIL and "logits are not numbers at prompt 1" in report.reason
@@ -441,7 +441,7 @@ def test_a_rejected_guess_may_be_followed_by_anything(loaded: Load, monkeypatch:
             out.logits[row, rejected] = torch.nan
         return verdict
 
-    monkeypatch.setitem(RULES, "match", spoilt)
+    replace_rule(monkeypatch, "match", spoilt)
     assert run(engine).verdict == PASS
 
 

@@ -257,11 +257,11 @@ def test_all_parts_of_a_batch_are_told_what_it_is_for() -> None:
     lengths, drafter = SeenLengths(2), SeenDrafter((7,))
     batch = Batch(target_of(lm), drafter, lengths=lengths, rule="rejection", tree=tree)
     batch.join(list(map(Generation, requests([[1, 2], [3]], limits=9))))
-    drafting = Drafting(rule="rejection", tree=tree, wants_confidence=True)
+    drafting = Drafting(rule="rejection", draws="numbers", tree=tree, wants_confidence=True)
     assert drafter.started == (drafting, CPU)
     assert drafter.joined == ([[1, 2], [3]], [[1, 2], [3, ABSENT]], [-1])
     assert lengths.started == (tree, False)
-    assert batch.sampler.rule == "rejection"
+    assert batch.sampler.draws == "numbers"
     assert batch.target._hidden_layers == (1,)
     for number in range(3):
         output = batch.step()

@@ -22,8 +22,6 @@ from paradraft.engine.loader import load
 from paradraft.engine.speculation import AUTO, LENGTHS, MOST_DRAFTED, MOST_NODES, Speculation
 from paradraft.models.runtime import Runtime
 from paradraft.tree import Tree
-from paradraft.verify import NAMES
-from paradraft.verify.rules import RULES
 
 DEEP = Tree(paths=((0,), (0, 0), (0, 0, 0)))
 ASIDE = Tree(paths=((0,), (1,), (1, 0)))
@@ -233,4 +231,3 @@ def test_settings_of_the_wrong_type_are_said(settings: dict[str, Any], complaint
 def test_names_are_those_of_what_is_there() -> None:
     """Guards the names that are checked, and listed in the help, without importing what has them."""
     assert LENGTHS == (AUTO, *POLICIES)
-    assert tuple(RULES) == NAMES

@@ -94,7 +94,7 @@ def test_a_shape_is_as_asked() -> None:
 def test_under_the_rejection_rule_each_tells_its_distribution(tree: Tree | None) -> None:
     """Guards a q that is not the one a token was drawn from, which would be lossy: it is what the drafter says after
     the token's own parents, without its better siblings."""
-    draft = draft_of(Drafting(rule="rejection", tree=tree), SAMPLED)
+    draft = draft_of(Drafting(draws="numbers", tree=tree), SAMPLED)
     assert draft.probs is not None
     for row in range(ROWS):
         paths = nodes_of(draft, row)
@@ -115,7 +115,7 @@ def test_siblings_are_drawn_from_it() -> None:
     tree = Tree(paths=((0,), (0, 0)))
     first = logits_after(0, ()).expand(seeds, 1, V)
     table = torch.stack([logits_after(0, (token,)) for token in range(V)])
-    sampler = Sampler(requests, drafting=Drafting(rule="rejection", tree=tree))
+    sampler = Sampler(requests, drafting=Drafting(draws="numbers", tree=tree))
     draft = expanded(sampler, tree, first, lambda depth, new, slot: table[new], k=2)
     for before, token in draft.tokens.tolist():
         counts[token] += 1

@@ -29,7 +29,7 @@ def sampler_of(samplings: tuple[Sampling, ...], **settings: object) -> Sampler:
 def many(**settings: object) -> tuple[Sampler, torch.Tensor]:
     """A batch whose rows differ in their seed alone, and its logits."""
     samplings = tuple(Sampling(temperature=0.9, seed=seed) for seed in range(ROWS))
-    return sampler_of(samplings, rule="rejection", **settings), random_logits(1, 1, VOCAB).expand(ROWS, 2, VOCAB)
+    return sampler_of(samplings, draws="numbers", **settings), random_logits(1, 1, VOCAB).expand(ROWS, 2, VOCAB)
 
 
 def test_siblings_have_the_distributions_that_they_tell() -> None:
@@ -190,14 +190,14 @@ def test_settings_in_the_wrong_order_are_caught() -> None:
 def test_the_settings_of_a_row_reach_the_rejection_rule() -> None:
     """Guards the rule's random numbers and q: they too are those that the row has alone, after joining and leaving."""
     kinds = [KINDS[row] for row in (0, 1, 3, 4)]
-    whole = Sampler(kinds[:2], drafting=Drafting(rule="rejection"))
+    whole = Sampler(kinds[:2], drafting=Drafting(draws="numbers"))
     whole.join(kinds[2:])
     whole.keep(torch.tensor([3, 1, 2]))
     logits = random_logits(4, 2, VOCAB)[[3, 1, 2]]
     probs = whole.probabilities(logits)
     found, numbers, ending = whole.candidates(logits, 0, 1), whole.acceptance_numbers(3), whole.draw_next(probs[:, 0])
     for place, row in enumerate((3, 1, 2)):
-        one = Sampler([kinds[row]], drafting=Drafting(rule="rejection"))
+        one = Sampler([kinds[row]], drafting=Drafting(draws="numbers"))
         own = logits[place : place + 1]
         assert torch.equal(one.probabilities(own)[0], probs[place])
         assert torch.equal(one.candidates(own, 0, 1).tokens[0], found.tokens[place])

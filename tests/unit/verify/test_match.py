@@ -13,8 +13,8 @@ from paradraft.parents import depths
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
+from paradraft.verify import load_rule, rule_names
 from paradraft.verify.match import verify
-from paradraft.verify.rules import RULES
 from tests.support.bonus import with_bonus
 from tests.support.decoding import sampler
 from tests.support.drawing import draw
@@ -184,13 +184,13 @@ def test_siblings_with_the_same_token_are_one_continuation(
     assert verdict.tokens.tolist() == [committed]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", rule_names())
 def test_penalties_count_what_was_drafted_before_a_node(rule: str) -> None:
     """Guards settings that read the text: the text before a node is that of its own branch."""
     logits = torch.tensor([3.0, 2.0, 1.0, 0.0]).expand(1, 4, 4)
     draft = Draft(tokens=torch.tensor([[0, 0, 1]]), parents=torch.tensor([[-1, 0, 0]]))
     made = sampler([[3]], Sampling(presence_penalty=9.0), rule=rule)
-    verdict = RULES[rule](draft, TargetOut(logits=logits, hidden={}), made)
+    verdict = load_rule(rule)(draft, TargetOut(logits=logits, hidden={}), made)
     assert verdict.path.tolist() == [[0, 2, ABSENT]]
     assert verdict.tokens.tolist() == [[0, 1, 2, ABSENT]]
     if rule == "match":

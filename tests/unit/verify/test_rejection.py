@@ -349,8 +349,8 @@ def test_it_is_the_plain_rule_to_the_last_bit(kind: str) -> None:
         draft = Draft(tokens=tokens, parents=torch.tensor(parents), probs=None if kind == "likeliest tokens" else probs)
         out = TargetOut(logits=logits, hidden={})
         found, plain = (
-            verify(draft, out, sampler([[1, 2, 3]] * 3, samplings, rule="rejection")),
-            plain_rejection.verify(draft, out, sampler([[1, 2, 3]] * 3, samplings, rule="rejection")),
+            verify(draft, out, sampler([[1, 2, 3]] * 3, samplings, draws="numbers")),
+            plain_rejection.verify(draft, out, sampler([[1, 2, 3]] * 3, samplings, draws="numbers")),
         )
         assert torch.equal(found.path, plain.path) and torch.equal(found.tokens, plain.tokens)
         accepted += int(found.accepted.sum())

@@ -24,6 +24,7 @@ from paradraft.serve.address import key_of
 from paradraft.serve.limits import Limits
 from paradraft.serve.vllm import DTYPES, VllmServer
 from paradraft.sources.loading import load_config, locate
+from paradraft.verify import rule_class
 
 ONLY_VLLM = (
     "plan", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "vllm_python", "dry_run",
@@ -79,7 +80,7 @@ def command_of(
     for name, fix in REFUSED.items():
         for option in options.given(context, (name,)):
             raise ValueError(f"{option} with --engine vllm: {fix}")
-    if speculation.verify not in ("match", "rejection"):
+    if (rule := rule_class(speculation.verify)).warning is not None:
         raise ValueError(f"--verify {speculation.verify} with --engine vllm: vLLM's rule is lossless, leave it out")
     if runtime.dtype not in (AUTO, *DTYPES):
         raise ValueError(f"--dtype {runtime.dtype} with --engine vllm: use {', '.join(DTYPES)} or auto")
@@ -114,7 +115,7 @@ def command_of(
         options.without_drafter(speculation),
         (plan is not None, "with --plan", ("k",)),
         (True, "with --engine vllm", ("kept_rows", "draft_timeout_s")),
-        (speculation.verify == "match", "with --engine vllm, which verifies by rejection when it samples", ("verify",)),
+        (rule.same_tokens, "with --engine vllm, which verifies by rejection when it samples", ("verify",)),
     )
     return server
 

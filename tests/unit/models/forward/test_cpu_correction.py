@@ -260,8 +260,8 @@ def test_other_settings_are_not_drawn_in_cpp(sampling: Sampling) -> None:
 @pytest.mark.parametrize(
     "drafting",
     [
-        Drafting(rule="rejection"),
-        Drafting(rule="rejection", tree=Tree(budget=4)),
+        Drafting(draws="numbers"),
+        Drafting(draws="numbers", tree=Tree(budget=4)),
         Drafting(tree=Tree(paths=((0,), (1,)))),
         Drafting(wants_confidence=True),
     ],
