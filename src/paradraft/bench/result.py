@@ -28,8 +28,8 @@ class PeerCounts:
     def of(cls, tokens: int, drafted: Iterable[int], accepted: Iterable[int]) -> PeerCounts:
         """From the drafted tokens of each round, and those of them that were accepted.
 
-        >>> Counts.of(6, drafted=[3, 3, 2], accepted=[2, 0, 1])
-        Counts(tokens=6, rounds=3, drafted=(3, 3, 2), accepted=(2, 1, 0))
+        >>> PeerCounts.of(6, drafted=[3, 3, 2], accepted=[2, 0, 1])
+        PeerCounts(tokens=6, rounds=3, drafted=(3, 3, 2), accepted=(2, 1, 0))
         """
         made, kept = list(drafted), list(accepted)
         positions = range(max(made, default=0))

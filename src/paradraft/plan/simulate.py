@@ -88,7 +88,7 @@ def plain_speed(times: RoundTimes) -> float:
 def speed_in_turn(times: RoundTimes, chances: Sequence[float], tokens: int, *, is_parallel: bool = False) -> float:
     """Tokens per second of sequential speculative decoding (VSD, or PARD), with K = `tokens`.
 
-    >>> round(speed_in_turn(Times(target_s=1.0, draft_s=0.1), [1.0] * 4, 4), 3)
+    >>> round(speed_in_turn(RoundTimes(target_s=1.0, draft_s=0.1), [1.0] * 4, 4), 3)
     3.571
     """
     round_s = times.drafting_s(tokens, is_parallel=is_parallel) + times.pass_s + times.rest_s
@@ -105,7 +105,7 @@ def speed_ahead(
         gamma: tokens of a window, at least 2.
         overlap: as in `paradraft.engine.speculation.Speculation`.
 
-    >>> times = Times(target_s=1.0, draft_s=0.2)
+    >>> times = RoundTimes(target_s=1.0, draft_s=0.2)
     >>> round(speed_ahead(times, [1.0] * 5, 5), 3)  # each round is a window of five, and takes what either side takes
     5.0
     >>> round(speed_ahead(times, [0.0] * 5, 5), 3)

@@ -20,7 +20,7 @@ class PassTimes:
     Sizes that differ by less than a fifth form a group, whose time is the median of its last times, because single
     times mislead.
 
-    >>> times = Times()
+    >>> times = PassTimes()
     >>> for size, seconds in [(4, 1.0), (4, 9.0), (4, 1.0), (12, 3.0)]:
     ...     times.add(size, seconds)
     >>> times.of(8), times.of(20), times.of(2)
