@@ -19,7 +19,7 @@ from paradraft.engine.engine import Chunk
 from paradraft.errors import one_line
 from paradraft.serve.admission import ending
 from paradraft.serve.answers import Answers
-from paradraft.serve.forms import Form, GrowingText, piece, usage, whole
+from paradraft.serve.forms import AnswerProgress, Form, piece, usage, whole
 from paradraft.serve.grammar import Grammars
 from paradraft.serve.limits import Limits
 from paradraft.serve.questions import Choice, choices_of, mistake
@@ -193,7 +193,7 @@ class CompletionEndpoint:
             matcher = await self._matcher(request)
             prompts, choices = await asyncio.to_thread(self._choices, request, rows, matcher)
             stream = self._answers.stream(choices, reservation, exchange.arrived_s)
-            answers = [GrowingText() for _ in choices]
+            answers = [AnswerProgress() for _ in choices]
             created = int(time.time())
             envelope = {"id": self._form.id_prefix + secrets.token_hex(12), "created": created, "model": self._model}
             async with aclosing(stream):

@@ -47,7 +47,7 @@ class Form(Protocol):
 
 
 @dataclass
-class GrowingText:
+class AnswerProgress:
     """An answer while it is decoded; `shown` holds its tokens with log probabilities, if requested."""
 
     tokens: list[int] = field(default_factory=list)
@@ -66,7 +66,7 @@ class GrowingText:
             self.finish_reason = REASONS[chunk.finish_reason]
 
 
-def usage(prompts: Sequence[list[int]], answers: Sequence[GrowingText]) -> dict[str, int]:
+def usage(prompts: Sequence[list[int]], answers: Sequence[AnswerProgress]) -> dict[str, int]:
     """Token counts; a prompt counts once, even with `n` answers."""
     prompt, completion = sum(map(len, prompts)), sum(len(answer.tokens) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -76,7 +76,7 @@ def whole(
     form: Form,
     envelope: Mapping[str, Any],
     choices: Sequence[Choice],
-    answers: Sequence[GrowingText],
+    answers: Sequence[AnswerProgress],
     used: Mapping[str, int],
     request: ApiRequest,
 ) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _add_ids(form: Form, body: dict[str, Any], index: int, tokens: list[int], pr
 
 
 def piece(
-    form: Form, envelope: Mapping[str, Any], choice: Choice, chunk: Chunk, answer: GrowingText, request: ApiRequest
+    form: Form, envelope: Mapping[str, Any], choice: Choice, chunk: Chunk, answer: AnswerProgress, request: ApiRequest
 ) -> dict[str, Any]:
     """Stream event for a chunk that `answer` already contains."""
     logprobs = None

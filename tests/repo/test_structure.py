@@ -1,0 +1,65 @@
+"""The structure of the source: a name has one meaning, and a kind of thing has one room."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paradraft.verify import rule_names
+
+PACKAGE = Path(__file__).parents[2] / "src" / "paradraft"
+BY_DESIGN = {"Config"}
+"""Class names that every drafter has."""
+
+
+def parsed() -> dict[str, ast.Module]:
+    """All modules, by their paths inside the package."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {file.relative_to(PACKAGE).as_posix(): ast.parse(file.read_text(encoding="utf-8")) for file in files}
+
+
+def shared_classes(modules: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """Public names of several classes, with the files that define them."""
+    homes = defaultdict(list)
+    for name, module in modules.items():
+        for node in ast.walk(module):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name not in BY_DESIGN:
+                homes[node.name].append(name)
+    return {name: files for name, files in homes.items() if len(files) > 1}
+
+
+def compared(modules: dict[str, ast.Module], names: set[str]) -> Iterator[str]:
+    """Places where a value is compared with one of some names, or looked up among them."""
+    for file, module in modules.items():
+        for node in ast.walk(module):
+            if isinstance(node, ast.Compare):
+                values = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+                if values & names:
+                    yield f"{file}:{node.lineno}"
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    """Guards readers, who met four classes `Asked` and three `Endpoint`."""
+    assert not shared_classes(parsed())
+
+
+def test_only_a_rule_knows_its_name() -> None:
+    """Guards new verification rules against branches elsewhere, which would take them for another."""
+    outside = {file: module for file, module in parsed().items() if not file.startswith("verify/")}
+    assert not list(compared(outside, set(rule_names())))
+
+
+@pytest.mark.parametrize("text", ['a.verify == "match"', 'x = 1 if rule in ("match", "rejection") else 2'])
+def test_a_comparison_is_seen(text: str) -> None:
+    """Control: both forms that there were."""
+    assert list(compared({"a.py": ast.parse(text)}, {"match"})) == ["a.py:1"]
+
+
+def test_a_shared_class_is_seen() -> None:
+    """Control: of two classes of one name both files are named."""
+    modules = {file: ast.parse("class Task: ...") for file in ("a.py", "b.py")}
+    assert shared_classes(modules) == {"Task": ["a.py", "b.py"]}
