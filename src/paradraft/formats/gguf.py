@@ -153,7 +153,7 @@ def _check_whole(file: GgufFile) -> None:
             f"{str(file.path)!r} is one of {parts} parts of a model: join them with `llama-gguf-split --merge`"
         )
     for name, tensor in file.tensors.items():
-        if tensor.kind not in NAMES or tensor.kind not in KINDS:
+        if tensor.kind not in KINDS:
             type_name = NAMES.get(tensor.kind, f"number {tensor.kind}")
             known = ", ".join(NAMES[kind] for kind in KINDS)
             raise ValueError(

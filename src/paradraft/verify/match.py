@@ -42,14 +42,14 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     texts = texts_before(draft.tokens, draft.parents) if sampler.reads_text else None
     drawn_BM = sampler.draw(out.logits, depths_after(draft.parents), texts)
 
-    paths, tokens = [], []
+    paths, tokens, accepted = [], [], []
     guesses = draft.tokens.tolist()
     for tokens_N, parents, drawn in zip(guesses, draft.parents.tolist(), drawn_BM.tolist(), strict=True):
         path = accepted_path(tokens_N, parents, drawn)
         padding = [ABSENT] * (N - len(path))
         paths.append(path + padding)
+        accepted.append(len(path))
         tokens.append([tokens_N[node] for node in path] + [drawn[path[-1] + 1 if path else 0]] + padding)
-    accepted = [sum(node != ABSENT for node in path) for path in paths]
     if any(ABSENT in row for row in guesses):
         drawn_BM = drawn_BM.masked_fill(torch.nn.functional.pad(draft.tokens == ABSENT, (1, 0)), ABSENT)
     # Built as lists: one operation on tensors this small takes longer than all of the above.

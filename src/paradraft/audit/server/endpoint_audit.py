@@ -77,10 +77,11 @@ def audit_endpoint(
         ]
         return [read for read in reads if read.served.tokens]
 
-    if not known(greedy):
+    answers = known(greedy)
+    if not answers:
         raise ValueError(f"endpoint {endpoint.url} answers nothing that could be compared: every answer is empty")
     fault = next((fault for fault in faults if fault is not None), None)
-    longest = max(known(greedy), key=lambda read: len(read.served.tokens)).served
+    longest = max(answers, key=lambda read: len(read.served.tokens)).served
     if longest.read is None:
         report("reading the prompts in other ways")
         prompt = prompts[longest.question.number - 1]
@@ -93,7 +94,7 @@ def audit_endpoint(
     is_named = any(served.is_named for served in (*greedy, *sampled))
     groups = [group for group in (endpoint.end_ids, endpoint.ambiguous if is_named else ()) if group]
     return judge(
-        known(greedy), known(sampled), reference, groups=groups, temperature=temperature, prompts=fault,
+        answers, known(sampled), reference, groups=groups, temperature=temperature, prompts=fault,
         drafting=drafting, report=report,
     )  # fmt: skip
 

@@ -89,11 +89,12 @@ class FirstSteps:
         step_s = self._taken_s / MEASURED
         whole_s = self._steps * step_s
         details = [f"{self._rows / MEASURED / step_s:.0f} rows/s in {MEASURED} steps"]
-        if self._evaluations and self._evaluation_s is None:
-            details.append(f"{self._evaluations} evaluations come on top")
-        elif self._evaluations and self._evaluation_s is not None:
-            whole_s += self._evaluations * self._evaluation_s
-            details.append(f"{self._evaluations} evaluations of {self._evaluation_s:.0f} s")
+        if self._evaluations:
+            if self._evaluation_s is None:
+                details.append(f"{self._evaluations} evaluations come on top")
+            else:
+                whole_s += self._evaluations * self._evaluation_s
+                details.append(f"{self._evaluations} evaluations of {self._evaluation_s:.0f} s")
         rows_of_all = round(self._rows / MEASURED * self._steps)
         return f"expected: {rows_of_all:,} rows in {self._steps:,} steps, {_duration(whole_s)} ({'; '.join(details)})"
 

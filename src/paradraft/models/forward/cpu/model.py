@@ -123,8 +123,7 @@ class NativePass:
         self._added: Tensor | None = None
         self._matrices: list[PackedMatrix] = []
         self._packed: dict[int, tuple[PackedMatrix, int]] = {}
-        self._config: PretrainedConfig = model.config
-        config: PretrainedConfig = model.config
+        self._config = config = model.config
         body: Any = model.model
         layers = []
         for index, layer in enumerate(body.layers, 1):
