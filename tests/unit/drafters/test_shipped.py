@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 import paradraft
 from paradraft.models.runtime import Runtime
@@ -16,21 +19,25 @@ POCKET = Path(paradraft.__file__).parent / "pocket"
 K = 8
 
 
+def drafts_of(model: PreTrainedModel, prompt: list[int], masks: list[int]) -> list[Tensor]:
+    """The likeliest tokens after every 16th position of a prompt, and at the masks there."""
+    lengths = range(len(prompt), 8, -16)
+    rows = [torch.tensor(prompt[:length] + masks) for length in lengths]
+    drafted = model(pad_sequence(rows, batch_first=True)).logits.argmax(-1)  # a causal model never sees the padding
+    return [row[length - 1 : length + len(masks)] for length, row in zip(lengths, drafted, strict=True)]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("drafter", ["draft", "pard"])
 def test_engines_draft_tokens_of_the_text(drafter: str) -> None:
     """Guards the drafters in vLLM, which does not know that some rows of the embedding are no tokens: a draft with one
     is wrong from there on."""
     folder = locate("pocket", drafter)
-    model, tokenizer = load_model(folder, Runtime()), load_tokenizer(folder)
+    model, tokenizer = load_model(folder, Runtime(dtype="float32")), load_tokenizer(folder)
     masks = [model.config.pard_token] * (K - 1) if drafter == "pard" else []
     lines = (POCKET / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
-    drafts = [
-        model(torch.tensor([prompt[:length] + masks])).logits[0, length - 1 :].argmax(-1)
-        for prompt in prompts
-        for length in range(len(prompt), 8, -16)
-    ]
+    drafts = [draft for prompt in prompts for draft in drafts_of(model, prompt, masks)]
     assert len(drafts) > 500
     drafted = torch.stack(drafts)
     no_tokens = (drafted > max(tokenizer.get_vocab().values())).float().mean(0)
