@@ -10,7 +10,7 @@ from typing import Any
 
 from paradraft import drafters
 from paradraft.drafters import split_settings
-from paradraft.verify import rule_class, rule_name, rule_names
+from paradraft.verify import warning_of
 
 LABELS = {
     **drafters.LABELS, "hf": "AR", "ar": "AR+",
@@ -80,6 +80,5 @@ def _label(spec: str, figures: Mapping[str, Any], short: Mapping[str, str]) -> s
     if cpus:
         settings = [setting for setting in settings if setting not in cpus]
         settings.append("CPUs " + " and ".join(setting.partition("=")[2] for setting in sorted(cpus, reverse=True)))
-    rule = str(figures.get("verify"))
-    is_lossy = rule_name(rule) in rule_names() and rule_class(rule).warning is not None
+    is_lossy = warning_of(str(figures.get("verify"))) is not None
     return ", ".join([name, *settings, *["not lossless"] * is_lossy])

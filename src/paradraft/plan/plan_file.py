@@ -10,7 +10,7 @@ from paradraft.drafters import drafter_settings, split_settings
 from paradraft.engine.speculation import MOST_DRAFTED, Speculation
 from paradraft.errors import one_line
 from paradraft.models.names import POCKET
-from paradraft.verify import rule_class
+from paradraft.verify import warning_of
 
 ADVICE = "name a file that `paradraft plan --json` wrote for a drafter that drafts chains"
 
@@ -38,7 +38,7 @@ def read_chains(file: Path, target: str, speculation: Speculation) -> dict[int, 
         if _same(name, theirs) != _same(name, ours):
             planned = "none" if theirs is None else one_line(theirs)
             raise ValueError(f"--plan {file}: it was made for --{name} {planned}, not {ours}: plan for this one")
-    if "verify" in arguments and rule_class(str(arguments["verify"])).warning is not None:
+    if warning_of(str(arguments.get("verify"))) is not None:
         raise ValueError(
             f"--plan {file}: it was made for --verify {arguments['verify']}, which accepts more than an engine does: "
             "plan with match"

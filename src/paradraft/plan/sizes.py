@@ -47,7 +47,7 @@ from paradraft.sampling_params import Sampling
 from paradraft.sources.loading import locate, settled
 from paradraft.sources.target_loading import load_target
 from paradraft.tree import ABSENT
-from paradraft.verify import rule_class
+from paradraft.verify import warning_of
 
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Default sizes."""
@@ -247,7 +247,7 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
         "sizes": list(rows.values()),
         "chosen": best,
         "speedup": rows[best]["speedup"],
-        "lossless": rule_class(task.speculation.verify).warning is None,
+        "lossless": warning_of(task.speculation.verify) is None,
         "plan": asdict(plan),
         "checked": checked,
         "steadiness": watch.as_json(),

@@ -69,6 +69,12 @@ def rule_class(rule: str) -> type[Rule]:
     return kind
 
 
+def warning_of(rule: str) -> str | None:
+    """How the text of a rule differs from the target's; None if it is lossless, or unknown, as one of another package
+    that is named in a file may be."""
+    return rule_class(rule).warning if rule_name(rule) in rule_names() else None
+
+
 def load_rule(rule: str) -> Rule:
     """The rule of a name, optionally with settings, such as "typical:epsilon=0.05:delta=0.2".
 

@@ -20,7 +20,7 @@ from paradraft.environment import is_main_process
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
-from paradraft.verify import rule_class
+from paradraft.verify import warning_of
 
 if TYPE_CHECKING:
     from paradraft.engine.engine import Result
@@ -83,7 +83,7 @@ def generate(
         record["prompt"] if messages is None else engine.chat_tokens(messages, variables)
         for record, messages in zip(records, conversations, strict=True)
     ]
-    is_lossless = rule_class(speculation.verify).warning is None
+    is_lossless = warning_of(speculation.verify) is None
     result_keys = {"text", "tokens", "finish_reason", "lossless", "stats"}
     clashes = result_keys.intersection(key for record in records for key in record) if as_json else set()
     if clashes:

@@ -20,7 +20,7 @@ from paradraft.files import check_outputs
 from paradraft.models.names import POCKET, short_name
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
-from paradraft.verify import rule_class
+from paradraft.verify import warning_of
 from paradraft.wording import number_of
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def _plan_sizes(task: SizeTask, runtime: Runtime, *, check_runs: int, output: Js
     chance = "greedy" if task.sampling.is_greedy else f"temperature {task.sampling.temperature:g}"
     prompts = f"{counted(len(task.prompts), task.source)} × {number_of(task.max_new_tokens, 'token')}"
     title = f"{short_name(task.target)} with {speculation.drafter}, {prompts}"
-    lossy = ", not lossless" if rule_class(speculation.verify).warning else ""
+    lossy = ", not lossless" if warning_of(speculation.verify) else ""
     console().print(table(result, f"{title}, {chance}{lossy}"))
     if (unsteady := unsteady_plan(result)) is not None:
         print(unsteady)
