@@ -2,7 +2,7 @@
 
 Answers are streamed: engines that draft send one chunk per pass of the target, with the accepted drafted tokens and one
 more. Token ids are requested by vLLM's parameters. Servers without these name tokens by their texts; an answer is then
-read up to the first token whose text several tokens share, which stands for all of them.
+read up to the first token whose text several tokens share, which represents all of them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Served:
         likeliest: at each position, the likeliest tokens with their log-probabilities.
         steps: how many tokens came with each chunk.
         is_named: whether the server gives names of tokens, not their ids.
-        is_cut: whether the last token stands for all tokens whose names are ambiguous.
+        is_cut: whether the last token represents all tokens with ambiguous names.
         read: the ids of the prompt, as the server read them; None if it does not say.
         prompt_tokens: how many ids the server read; None if it does not say.
     """
@@ -316,7 +316,7 @@ class _Reader:
         ]
 
     def _ambiguous(self, name: str) -> int:
-        """The token that stands for all those whose names are ambiguous."""
+        """The token that represents all tokens with ambiguous names."""
         ambiguous = self._endpoint.ambiguous
         if ambiguous and (is_unreadable(name) or name in self._endpoint.ids_of):
             return min(ambiguous)

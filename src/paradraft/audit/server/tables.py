@@ -48,7 +48,7 @@ class Table:
     """Probabilities at N positions.
 
     Args:
-        ids: `[C]` token ids in rising order; the first is `ABSENT` if it stands for all that the others leave.
+        ids: `[C]` token ids in rising order; the first is `ABSENT` if it is the rest of the vocabulary.
         logprobs: `[N, C]` natural logarithms.
     """
 
@@ -59,7 +59,7 @@ class Table:
 
     @property
     def has_rest(self) -> bool:
-        """Whether the first column stands for all other tokens."""
+        """Whether the first column is the rest of the vocabulary."""
         return int(self.ids[0]) == ABSENT
 
     def columns(self, tokens: Sequence[int]) -> Tensor:
