@@ -42,6 +42,27 @@ def compared(modules: dict[str, ast.Module], names: set[str]) -> Iterator[str]:
                     yield f"{file}:{node.lineno}"
 
 
+def unwaited(modules: dict[str, ast.Module]) -> Iterator[str]:
+    """Copies that the host does not wait for, unless they go from pinned memory to a GPU."""
+    for file, module in modules.items():
+        for node in ast.walk(module):
+            is_unwaited = isinstance(node, ast.Call) and "non_blocking" in {each.arg for each in node.keywords}
+            if is_unwaited and "pin_memory" not in ast.unparse(node):
+                yield f"{file}:{node.lineno}"
+
+
+def test_only_uploads_are_not_waited_for() -> None:
+    """Guards a stage on a CPU, which read what a GPU had not yet written: other tokens, or an index out of range."""
+    assert not list(unwaited(parsed()))
+
+
+def test_an_unwaited_copy_is_seen() -> None:
+    """Control: the form that there was, and one that is safe."""
+    copies = ["a.to(device, non_blocking=True)", "a.pin_memory().to(device, non_blocking=True)"]
+    modules = {f"{index}.py": ast.parse(copy) for index, copy in enumerate(copies)}
+    assert list(unwaited(modules)) == ["0.py:1"]
+
+
 def test_a_class_name_has_one_meaning() -> None:
     """Guards readers, who met four classes `Asked` and three `Endpoint`."""
     assert not shared_classes(parsed())

@@ -144,18 +144,17 @@ class PipelinePass:
             requested = [layer for layer in hidden_layers if self._stage_of(layer) is part]
             own = [layer if layer == FINAL_NORM else layer - part.first for layer in requested]
             handed_on = [] if is_last or part.layers in own else [part.layers]
-            ids_BN = (
-                tokens_BN if vectors is None else tokens_BN.clamp(max=0)
-            )  # a stage has few rows of them, and reads none
+            # A later stage has few rows of the embedding, and reads none.
+            ids_BN = tokens_BN if vectors is None else tokens_BN.clamp(max=0)
             with on_cpus(part.stage.cpus):
                 out = forward(
                     stored,
                     lengths,
-                    ids_BN.to(device, non_blocking=True),
-                    parents_BN.to(device, non_blocking=True),
-                    logit_rows=logit_rows.to(device, non_blocking=True),
+                    ids_BN.to(device),
+                    parents_BN.to(device),
+                    logit_rows=logit_rows.to(device),
                     hidden_layers=[*own, *handed_on],
-                    vectors=None if vectors is None else vectors.to(device, non_blocking=True),
+                    vectors=None if vectors is None else vectors.to(device),
                 )
             hidden |= {layer: out.hidden[index] for layer, index in zip(requested, own, strict=True)}
             vectors = None if is_last else out.hidden[part.layers]
