@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from paradraft.core import Request
-from paradraft.decode import batch as batch_module
+from paradraft.decode import prefix_cache
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.generation import AnswerText, Generation, stop_strings
 from paradraft.decode.lengths.draft_length import POLICIES
@@ -141,16 +141,16 @@ def scheduled(seed: int, engine: Engine, batch: Batch, *, pieces: bool = False) 
     rounds = 0
     while left or paused or batch.generations:
         joining = []
-        if batch.reading is not None:
+        if batch.prefill.chunked is not None:
             batch.read(chooser.choice([1, 2, 7]))
-        while not batch.reading and left and chooser.random() < (0.4 if batch.generations else 1.0):
+        while not batch.prefill.chunked and left and chooser.random() < (0.4 if batch.generations else 1.0):
             asked = chooser.choice(POOL)
             joining.append(generation(engine, asked, left))
             found.append((asked, joining[-1]))
             left -= 1
             if chooser.random() < 0.5:
                 break
-        while not batch.reading and paused and (chooser.random() < 0.5 or not (joining or batch.generations)):
+        while not batch.prefill.chunked and paused and (chooser.random() < 0.5 or not (joining or batch.generations)):
             joining.append(paused.pop())
         if joining and pieces and batch.generations:
             batch.begin(joining[0])
@@ -435,8 +435,8 @@ def test_wrong_kept_rows_are_caught(family: Path, monkeypatch: pytest.MonkeyPatc
     """Control: a prompt that is taken to share one token too many with a kept row."""
     engine = load(str(family / "target"), drafter="ngram", runtime=RUNTIMES["eager, float64"], lengths="fixed")
     expected = plain_answers(engine)
-    shared_length = batch_module.shared_length
-    monkeypatch.setattr(batch_module, "shared_length", lambda *texts: shared_length(*texts) + 1)
+    shared_length = prefix_cache.shared_length
+    monkeypatch.setattr(prefix_cache, "shared_length", lambda *texts: shared_length(*texts) + 1)
 
     def check_all() -> None:
         for seed in range(12):

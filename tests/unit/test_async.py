@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from paradraft.decode.reading_pace import ReadingPace
+from paradraft.decode.prefill import PrefillPace
 from paradraft.engine.engine import Chunk, Engine
 from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
@@ -74,7 +74,7 @@ def test_the_end_of_an_answer_does_not_wait_for_the_prompt_of_another(
 ) -> None:
     """Guards the last tokens of a stream: when no other answer was under way, the rest of a long prompt was read at
     once, and they were told after that, seconds later."""
-    monkeypatch.setattr(ReadingPace, "most", 1)
+    monkeypatch.setattr(PrefillPace, "most", 1)
     told: list[bool] = []
     read = engine._batch.read
 

@@ -6,21 +6,16 @@ every row of the KV cache its own length.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from paradraft.core import (
     INVALID,
-    Committed,
     Draft,
     Drafter,
     Drafting,
-    Request,
     RequestError,
     RoundOutput,
     TargetOut,
@@ -29,39 +24,16 @@ from paradraft.core import (
 from paradraft.decode.generation import NOT_NUMBERS, Generation
 from paradraft.decode.lengths.draft_length import LengthPolicy
 from paradraft.decode.logprobs import TokenLogprobs, logprobs_of
-from paradraft.decode.reading_pace import ReadingPace
+from paradraft.decode.prefill import Prefill, Prefilled
+from paradraft.decode.prefix_cache import CachedRow, PrefixCache
 from paradraft.decode.sequential import decode_round
 from paradraft.decode.stats import Clock
-from paradraft.models.causal_lm import SavedRow
 from paradraft.models.target import Target
 from paradraft.parents import depths
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT, Tree
 from paradraft.verify import Verify, load_rule, rule_class, rule_name
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptRow:
-    """Prefix cache entry: the state of a finished request, for prompts with a common prefix.
-
-    Args:
-        tokens: prompt and answer.
-        target: its row of the target's KV cache.
-        drafter: see `Drafter.save`.
-    """
-
-    tokens: list[int]
-    target: SavedRow
-    drafter: Any
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """A request in chunked prefill; `prefix` is the kept row with the longest common prefix, and its length."""
-
-    generation: Generation
-    prefix: tuple[KeptRow, int] | None
 
 
 class Batch:
@@ -105,21 +77,18 @@ class Batch:
         )
         self.generations: list[Generation] = []
         """By row."""
-        self.reading: Reading | None = None
-        """The request in chunked prefill; it has the last row of the target's cache."""
-        self.pace = ReadingPace()
-        """Prefill chunk size."""
+        self._prefix_cache = PrefixCache(kept_rows)
+        self.prefill = Prefill(target, self._prefix_cache)
         self.clock = Clock.on(target.device)
         """Times and counts since the batch was last empty."""
         self._keeps_finished = keeps_finished
-        self._kept = deque[KeptRow](maxlen=kept_rows)
         self._start_number = 0
         self._most: list[int] = []
 
     @property
     def members(self) -> list[Generation]:
         """All requests by row; the one in chunked prefill comes last."""
-        return self.generations + ([self.reading.generation] if self.reading is not None else [])
+        return self.generations + ([] if self.prefill.chunked is None else [self.prefill.chunked])
 
     @property
     def is_current(self) -> bool:
@@ -137,79 +106,54 @@ class Batch:
         Raises:
             ValueError: a prompt is longer than the target's capacity, or the caches do not fit into memory.
         """
-        assert self.reading is None, "a prompt is read in pieces"
         if not self.generations:
             self._start()
         self.clock.skip()
         requests = [generation.so_far for generation in generations]
         self.clock.join(request.id for request in requests)
-        prefixes = [self._longest_prefix(request.tokens) for request in requests]
-        prompt = self.target.join(requests, [prefix and (prefix[0].target, prefix[1]) for prefix in prefixes])
-        self._admit(generations, requests, prompt, prefixes)
+        prefilled = self.prefill.whole(requests)
+        self._admit(generations, prefilled)
         self.clock.lap("prefill")
-        unread = sum(_unread(request.tokens, prefix) for request, prefix in zip(requests, prefixes, strict=True))
-        self.pace.read(unread, self.clock.last_s["prefill"])
+        self.prefill.pace.read(prefilled.read, self.clock.last_s["prefill"])
 
-    def _admit(
-        self,
-        generations: Sequence[Generation],
-        requests: Sequence[Request],
-        prompt: Committed,
-        prefixes: Sequence[tuple[KeptRow, int] | None],
-    ) -> None:
-        self.drafter.join(requests, prompt)
-        for row, prefix in enumerate(prefixes, start=len(self.generations)):
+    def _admit(self, generations: Sequence[Generation], prefilled: Prefilled) -> None:
+        self.drafter.join(prefilled.requests, prefilled.prompt)
+        for row, prefix in enumerate(prefilled.prefixes, start=len(self.generations)):
             if prefix is not None:
-                self.drafter.restore(row, prefix[0].drafter, prefix[1])
-        self.sampler.join(requests)
-        self.lengths.join(requests)
+                self.drafter.restore(row, prefix.row.drafter, prefix.length)
+        self.sampler.join(prefilled.requests)
+        self.lengths.join(prefilled.requests)
         self.generations += generations
 
     def begin(self, generation: Generation) -> None:
         """Begins a chunked prefill, which `read` continues; no other request joins until it is done."""
-        assert self.generations and self.reading is None
-        request = generation.so_far
-        self.clock.join([request.id])
-        prefix = self._longest_prefix(request.tokens)
-        self.target.begin(request, prefix and (prefix[0].target, prefix[1]))
-        self.reading = Reading(generation=generation, prefix=prefix)
+        self.clock.join([generation.request.id])
+        self.prefill.begin(generation)
 
     def read(self, most: int) -> int:
         """Prefills the next chunk of at most `most` tokens, and returns its size; the request joins after the last."""
-        assert self.reading is not None
-        generation, prefix = self.reading.generation, self.reading.prefix
+        generation = self.prefill.chunked
+        assert generation is not None
         self.clock.skip()
         try:
-            tokens, prompt = self.target.read(most)
-            if prompt is not None:
-                self._admit([generation], [generation.so_far], prompt, [prefix])
-                self.reading = None
+            tokens, prefilled = self.prefill.chunk(most)
+            if prefilled is not None:
+                self._admit([generation], prefilled)
+                self.prefill.chunked = None
         except Exception as error:
             raise RequestError([generation.request.id], error) from error
         self.clock.lap("prefill")
-        self.pace.read(tokens, self.clock.last_s["prefill"])
+        self.prefill.pace.read(tokens, self.clock.last_s["prefill"])
         return tokens
 
-    def unread(self, request: Request) -> int:
-        """Number of prompt tokens to prefill, without those that the prefix cache has."""
-        return _unread(request.tokens, self._longest_prefix(request.tokens))
-
-    def _longest_prefix(self, tokens: list[int]) -> tuple[KeptRow, int] | None:
-        """The cached row with the longest common prefix, and its length; None if no row shares a token."""
-        if not self._kept:
-            return None
-        shared = [shared_length(kept.tokens, tokens) for kept in self._kept]
-        best = max(range(len(shared)), key=shared.__getitem__)
-        return (self._kept[best], shared[best]) if shared[best] else None
-
     def _save(self, leaving: Collection[Generation]) -> None:
-        if not self._kept.maxlen:
+        if not self._prefix_cache.keeps_any:
             return
         for row, generation in enumerate(self.generations):
             if generation in leaving and generation.is_finished and generation.error is None:
                 tokens = generation.request.tokens + generation.tokens
                 target, drafter = self.target.lm.save(row, len(tokens)), self.drafter.save(row, len(tokens))
-                self._kept.append(KeptRow(tokens=tokens, target=target, drafter=drafter))
+                self._prefix_cache.add(CachedRow(tokens=tokens, target=target, drafter=drafter))
 
     def _start(self) -> None:
         device = self.target.device
@@ -225,7 +169,7 @@ class Batch:
         """Runs one round; then finished requests leave, when compaction pays."""
         if not self.is_current:
             raise ValueError("another batch was started on this target: finish one before the next")
-        if self.is_finished and self.reading is not None:
+        if self.is_finished and self.prefill.chunked is not None:
             # Not at the end of the previous round: its tokens, the last of their answers, would be delivered late.
             self.read(self.target.capacity)
         self.clock.skip()
@@ -233,9 +177,9 @@ class Batch:
         seconds = self.clock.last_s
         other_s = seconds.get("other", 0.0)  # of the previous round
         self.lengths.observe(output, draft_s=seconds.get("draft", 0.0), verify_s=seconds["verify"], other_s=other_s)
-        self.pace.decode(seconds.get("draft", 0.0) + seconds["verify"] + other_s)
+        self.prefill.pace.decode(seconds.get("draft", 0.0) + seconds["verify"] + other_s)
         self.clock.count(output)
-        if self.is_finished and self.reading is None:
+        if self.is_finished and self.prefill.chunked is None:
             self._save(self.generations)
             self.clear()
         elif not (self.is_finished or self._keeps_finished):
@@ -252,12 +196,11 @@ class Batch:
     def leave(self, generations: Collection[Generation]) -> None:
         """Removes requests, finished or not; the last rows fill the gaps (compaction)."""
         gone = set(map(id, generations))
-        if self.reading is not None and id(self.reading.generation) in gone:
-            self.reading = None
-            self.target.give_up()
+        if self.prefill.chunked is not None and id(self.prefill.chunked) in gone:
+            self.prefill.drop()
             if self.is_finished:  # these rows stayed only for it
                 gone.update(map(id, self.generations))
-        if self.reading is not None and gone.issuperset(map(id, self.generations)):
+        if self.prefill.chunked is not None and gone.issuperset(map(id, self.generations)):
             self.read(self.target.capacity)
         holes = [row for row, generation in enumerate(self.generations) if id(generation) in gone]
         least = min(self.target.fewest_rows, len(self.generations))
@@ -277,7 +220,7 @@ class Batch:
 
     def clear(self) -> None:
         """Removes all requests."""
-        self.generations, self.reading = [], None
+        self.generations, self.prefill.chunked = [], None
 
     def draft_lengths(self) -> list[int]:
         """Largest draft depth of each row: the policy's, limited by the tokens that the answer may still get.
@@ -345,10 +288,6 @@ class Batch:
         )
 
 
-def _unread(tokens: Sequence[int], prefix: tuple[KeptRow, int] | None) -> int:
-    return max(len(tokens) - 1 - (0 if prefix is None else prefix[1]), 0)
-
-
 def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[RoundOutput]:
     """Decodes requests to the end; raises the errors of `Batch.join`, and ValueError if logits are not numbers."""
     try:
@@ -378,16 +317,6 @@ def depths_of_row(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
         is_present = token >= 0 and (parent < 0 or node_depths[parent] > 0)
         node_depths.append((node_depths[parent] if parent >= 0 else 0) + 1 if is_present else 0)
     return node_depths
-
-
-def shared_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Length of the common prefix.
-
-    >>> shared_length([1, 2, 3], [1, 2, 4, 5])
-    2
-    """
-    pairs = zip(first, second, strict=False)
-    return next((index for index, (left, right) in enumerate(pairs) if left != right), min(len(first), len(second)))
 
 
 def should_compact(finished: int, rows: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import weakref
 from collections import defaultdict, deque
@@ -243,10 +242,11 @@ class Scheduler:
         rows = batch.members
         try:
             batch.leave([generation for generation in batch.members if generation.is_cancelled])
-            budget = self._prefill_budget()
-            if batch.reading is not None:
+            prefill = batch.prefill
+            budget = prefill.budget(batch.generations)
+            if prefill.chunked is not None:
                 budget -= batch.read(budget)
-            if batch.reading is None and (joining := self._next_to_join(budget)):
+            if prefill.chunked is None and (joining := prefill.next(self._waiting, budget)):
                 rows = rows + joining
                 batch.leave([generation for generation in batch.generations if generation.is_finished])
                 self._join(joining, budget)
@@ -264,29 +264,10 @@ class Scheduler:
         finally:
             self._notify(rows)
 
-    def _prefill_budget(self) -> int:
-        """Prompt tokens to prefill before the next round: about a round's time while any answer is streamed."""
-        is_watched = any(generation.is_watched for generation in self._batch.generations)
-        return self._batch.pace.most if is_watched else sys.maxsize
-
-    def _next_to_join(self, budget: int) -> list[Generation]:
-        """Takes waiting requests in order while their unread prompt tokens fit the budget; at least one."""
-        joining: list[Generation] = []
-        while self._waiting:
-            generation = self._waiting.popleft()
-            if generation.is_cancelled or generation.is_finished:
-                continue
-            budget -= self._batch.unread(generation.so_far)
-            if joining and budget < 0:
-                self._waiting.appendleft(generation)
-                break
-            joining.append(generation)
-        return joining
-
     def _join(self, joining: list[Generation], budget: int) -> None:
         """Adds requests to the batch and prefills their prompts; a prompt above the budget gets its first chunk."""
         batch = self._batch
-        if batch.generations and batch.unread(joining[0].so_far) > budget:
+        if batch.generations and batch.prefill.unread(joining[0].so_far) > budget:
             batch.begin(joining[0])
             batch.read(budget)
         else:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from paradraft.core import Committed, Request
-from paradraft.decode.batch import Batch, KeptRow, run, shared_length
+from paradraft.decode.batch import Batch, run
 from paradraft.decode.generation import Generation
 from paradraft.decode.lengths.draft_length import Fixed
+from paradraft.decode.prefix_cache import CachedRow, shared_length
 from paradraft.drafters.none import NoDrafter
 from paradraft.models.causal_lm import CausalLM, SavedRow
 from paradraft.models.target import Target
@@ -71,10 +72,10 @@ def test_the_rows_of_requests_that_have_ended_are_kept() -> None:
     failed.fail(ValueError("broken"))
     batch.step()
     assert batch.generations == generations[:1]
-    assert [kept.tokens for kept in batch._kept] == [[1, 2, 3, *ended.tokens], [8, 8, *moved.tokens]]
+    assert [kept.tokens for kept in batch._prefix_cache._rows] == [[1, 2, 3, *ended.tokens], [8, 8, *moved.tokens]]
     # A row that stayed after its end has read more since; the last token of one that just ended is not read yet.
-    assert [kept.target.length for kept in batch._kept] == [4, 3]
-    assert [kept.drafter for kept in batch._kept] == ["row 1, 4 tokens", "row 2, 4 tokens"]
+    assert [kept.target.length for kept in batch._prefix_cache._rows] == [4, 3]
+    assert [kept.drafter for kept in batch._prefix_cache._rows] == ["row 1, 4 tokens", "row 2, 4 tokens"]
 
 
 def test_no_more_rows_are_kept_than_asked_for() -> None:
@@ -83,7 +84,7 @@ def test_no_more_rows_are_kept_than_asked_for() -> None:
         batch = batch_of(number)
         for prompt in ([1, 2], [3, 4], [5, 6]):
             assert list(run(batch, asked(prompt)))
-        assert [kept.tokens[:2] for kept in batch._kept] == [[1, 2], [3, 4], [5, 6]][3 - number :]
+        assert [kept.tokens[:2] for kept in batch._prefix_cache._rows] == [[1, 2], [3, 4], [5, 6]][3 - number :]
 
 
 def test_a_prompt_begins_with_the_kept_row_that_has_the_most_of_it() -> None:
@@ -93,7 +94,7 @@ def test_a_prompt_begins_with_the_kept_row_that_has_the_most_of_it() -> None:
     saved = [SavedRow(length=number, storage=[]) for number in range(4)]
     texts = [1, 2, 9], [1, 2, 3, 4], [1, 2, 3, 8], [7]
     for tokens, target in zip(texts, saved, strict=True):
-        batch._kept.append(KeptRow(tokens=tokens, target=target, drafter=target.length))
+        batch._prefix_cache.add(CachedRow(tokens=tokens, target=target, drafter=target.length))
     batch.join(asked([6, 6]))
     assert batch.target.begun == [None] and batch.drafter.restored == []
     batch.join(asked([5], [1, 2, 3, 5], [7, 1]))

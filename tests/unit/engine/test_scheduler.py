@@ -237,7 +237,7 @@ class SmallPieces:
 @pytest.fixture
 def in_pieces(engine: Engine) -> Engine:
     engine.lengths.policy.k = 0
-    engine._batch.pace = SmallPieces()
+    engine._batch.prefill.pace = SmallPieces()
     return engine
 
 
@@ -278,7 +278,7 @@ def test_who_ends_while_a_prompt_is_read(in_pieces: Engine, ends: str) -> None:
     if ends == "the reader":
         in_pieces._scheduler._waiting.append(asked)
         found += next(other).tokens
-        assert in_pieces._batch.reading is not None
+        assert in_pieces._batch.prefill.chunked is not None
         asked.is_cancelled = True
     elif ends == "the others":
         list(news)
@@ -287,7 +287,7 @@ def test_who_ends_while_a_prompt_is_read(in_pieces: Engine, ends: str) -> None:
         with pytest.raises(ValueError, match="not numbers"):
             list(news)
     assert found + tokens_of(other) == expected[0]
-    assert in_pieces._batch.reading is None and not asked.tokens[5:]
+    assert in_pieces._batch.prefill.chunked is None and not asked.tokens[5:]
 
 
 class Loop:

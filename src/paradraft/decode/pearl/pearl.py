@@ -33,6 +33,7 @@ from paradraft.decode.batch import Batch
 from paradraft.decode.generation import Generation
 from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.decode.pearl.remote import RemoteDrafter, Span
+from paradraft.decode.prefill import Prefilled
 from paradraft.models.forward.cpu.threads import use_one_torch_thread
 from paradraft.models.target import Target
 from paradraft.ragged import from_lists, to_lists
@@ -208,10 +209,10 @@ class AheadBatch(Batch):
         """See `Batch`."""
         return decode_round_ahead(self)
 
-    def _admit(self, generations: Sequence[Generation], *read: Any) -> None:
+    def _admit(self, generations: Sequence[Generation], prefilled: Prefilled) -> None:
         """Adds rows with an empty draft."""
         before = len(self.generations)
-        super()._admit(generations, *read)
+        super()._admit(generations, prefilled)
         known = self.ahead.tokens if before else Draft.empty(0, self.target.device).tokens
         self.ahead = Draft.chain(torch.nn.functional.pad(known, (0, 0, 0, len(generations)), value=ABSENT))
 

@@ -114,7 +114,7 @@ def test_rows_join_and_leave(compiled: bool | None, in_pieces: bool) -> None:
             batch.step()
         if in_pieces:
             batch.begin(generation)
-        while batch.reading is not None:
+        while batch.prefill.chunked is not None:
             batch.read(2)
             batch.step()
         if not in_pieces:
