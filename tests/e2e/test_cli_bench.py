@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.scripts import floor_in_turns, shapes_on_gpu
+from benchmarks.scripts import shapes_on_gpu
 
 from paradraft.digests import model_digest
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
@@ -143,25 +143,6 @@ def test_shapes_need_no_rates_without_a_drafter(paradraft: Paradraft, tmp_path: 
     assert {report["methods"]["ar"][setting] for setting in ("k", "tree", "verify", "lengths")} == {None}
     assert report["methods"]["hf"]["decode_share_of_floor"] is None
     assert report["methods"]["ar"]["decode_share_of_floor"] > 0
-
-
-def test_the_recipe_for_the_floor_runs_on_tiny_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Guards the share of a machine whose memory is not always as fast: that of each turn, of its own bandwidth."""
-    sizes = ["--turns", "3", "--rounds", "4", "--prompt-tokens", "8", "--dtypes", "float32", "bfloat16"]
-    floor_in_turns.main(["--json", str(tmp_path / "out.json"), "--target", "shape:tiny-target", *sizes])
-    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["results"]
-    assert list(results) == ["float32", "bfloat16"]
-    for found in results.values():
-        assert len(found["shares"]) == 3 and 0 < found["share"] < 1
-        # Weights are read once a round, and keys and values of a dozen tokens are next to nothing.
-        by_hand = [
-            found["weight_bytes"] * tokens / speed
-            for tokens, speed in zip(found["tokens_per_s"], found["bytes_per_s"], strict=True)
-        ]
-        assert found["shares"] == pytest.approx(by_hand, rel=0.2)
-    assert "of the floor" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="floor_in_turns"):
-        floor_in_turns.main(["--target", "shape:none", *sizes])
 
 
 def test_the_recipe_for_a_gpu_runs_on_tiny_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ the new file's name below and run this: a row that does not fit is printed as it
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from functools import cache
@@ -21,15 +20,12 @@ from paradraft.bench.report.plot import description
 
 ROOT = Path(__file__).parents[2]
 DAY, REAL_DAY = "epyc-avx512-2cores_2026-11-22", "epyc-avx512-2cores_2026-11-25"
-GREEDY, SAMPLED, BF16, BATCHES = (
-    f"{theme}_{DAY}" for theme in ("cpp-greedy", "cpp-t0.8", "cpp-bf16-greedy", "cpp-batches-greedy")
-)
+GREEDY = f"cpp-greedy_{DAY}"
 AMX = "xeon-amx-2cores_2026-11-23"
 NEW_GREEDY, NEW_SAMPLED, NEW_GREEDY_K8, NEW_SAMPLED_K8 = (
     f"{theme}_{AMX}" for theme in ("greedy", "t0.8", "k8-greedy", "k8-t0.8")
 )
 EXPECTED = "expected-batches-greedy_xeon-avx512-2cores_2026-11-22"
-CEILING = "parallel-ceiling-t0.8_xeon-avx512_2026-11-22"
 
 Figures = dict[str, Any]
 
@@ -112,14 +108,6 @@ TABLES = {
     ): NEW_SAMPLED,
     ("benchmarks/README.md", "greedy", "tokens/s", "against `generate`", *SPEEDS[1:]): GREEDY,
     ("benchmarks/README.md", "a round, ms", "draft", "target's pass and verdict", "rest", "tokens"): GREEDY,
-    (
-        "benchmarks/README.md",
-        "T = 0.8",
-        "tokens/s",
-        "against AR+",
-        "tokens per target pass",
-        "first 32 tokens",
-    ): SAMPLED,
 }
 
 
@@ -204,18 +192,12 @@ def test_lengths_are_reported_three_ways(document: str) -> None:
 
 def test_batches_are_those_of_the_file() -> None:
     """Guards the table of batch sizes, whose rows are against AR+ of the same batch and dtype."""
-    found, sizes = methods(BATCHES), (1, 2, 4, 8, 16)
+    sizes = (1, 2, 4, 8, 16)
 
     def row(name: str, spec: str, show: Callable[[Figures], str]) -> list[str]:
         return [name, *(show(found[f"{spec}:batch={size}"]) for size in sizes)]
 
     speed, speedup = COLUMNS["tokens/s"], COLUMNS["against AR+"]
-    assert table("benchmarks/README.md", "batch", *map(str, sizes))[-4:] == [
-        row("AR+, tokens/s", "ar", speed),
-        row("AR+, bf16, tokens/s", "ar:dtype=bfloat16", speed),
-        row("PARD, K = 3", "pard:k=3", speedup),
-        row("PARD, K = 3, bf16", "pard:k=3:dtype=bfloat16", speedup),
-    ]
     found = methods(EXPECTED)
     assert table("benchmarks/README.md", "batch, on the Xeon", *map(str, sizes)) == [
         row("AR+, tokens/s", "ar", speed),
@@ -226,9 +208,8 @@ def test_batches_are_those_of_the_file() -> None:
 
 def sentences() -> list[tuple[str, str]]:
     """What prose says, with its numbers from the files."""
-    bf16, new, drawn = methods(BF16), methods(NEW_GREEDY), methods(NEW_SAMPLED)
-    speed, gain = COLUMNS["tokens/s"], "speedup_vs_ar"
-    best, vsd = bf16["pard:k=8:dtype=bfloat16"], bf16["autoregressive:k=5:dtype=bfloat16"]
+    drawn, gain = methods(NEW_SAMPLED), "speedup_vs_ar"
+    new = methods(NEW_GREEDY)
     return [
         ("docs/pocket.md", f"{new['ar']['distinct_4grams']:.0%} of the 4-grams"),
         ("docs/pocket.md", f"{drawn['ar']['distinct_4grams']:.0%} at temperature 0.8"),
@@ -246,11 +227,6 @@ def sentences() -> list[tuple[str, str]]:
             f"PARD with K = 4 is {drawn['pard:k=4'][gain]:.2f} times as fast as AR+ in float32 and "
             f"{drawn['pard:k=4:dtype=bfloat16'][gain]:.2f} times in bf16",
         ),
-        (
-            "benchmarks/README.md",
-            f"AR+ {speed(bf16['ar:dtype=bfloat16'])}, VSD with K = 5, its best, {speed(vsd)}, "
-            f"PARD with K = 8 {speed(best)}, which is {best[gain]:.2f} times as fast as AR+",
-        ),
     ]
 
 
@@ -259,17 +235,6 @@ def test_prose_has_the_numbers_of_the_files(document: str, wanted: str) -> None:
     """Guards numbers in sentences, which are forgotten when a table is made anew."""
     text = " ".join((ROOT / document).read_text(encoding="utf-8").split())
     assert wanted.replace("%", " %") in text
-
-
-def test_the_cost_of_independent_guesses_is_that_of_the_file() -> None:
-    """Guards the claim about what bounds a parallel drafter, which once said the opposite of what was measured."""
-    found = json.loads((ROOT / "benchmarks" / f"{CEILING}.json").read_text(encoding="utf-8"))["results"]
-    draft, ideal, pard, perfect = (found[name]["length"] for name in ("draft", "ideal", "pard", "perfect"))
-    text = " ".join((ROOT / "benchmarks/README.md").read_text(encoding="utf-8").split())
-    assert f"the draft yields {draft:.2f}" in text and f"{ideal:.2f} tokens a pass" in text
-    assert f"costs {1 - ideal / draft:.0%}".replace("%", " %") in text
-    assert f"PARD yields {pard:.2f} there, {1 - pard / ideal:.0%}".replace("%", " %") in text
-    assert f"would yield {perfect:.2f}" in text
 
 
 def test_the_picture_is_that_of_the_file() -> None:
