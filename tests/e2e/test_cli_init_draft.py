@@ -15,7 +15,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import AutoConfig, T5Config
 
-from paradraft.models.architecture import ARCHITECTURES
+from paradraft.models.architectures import FAMILIES
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
 
@@ -171,7 +171,7 @@ def test_unsupported_models(paradraft: Paradraft, tmp_path: Path) -> None:
     T5Config().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     asked = ["init-draft", "--target", folder, "--out", tmp_path / "out"]
-    assert_mistake(paradraft(*asked), f"is a t5 model; supported architectures are {', '.join(ARCHITECTURES)}")
+    assert_mistake(paradraft(*asked), f"is a t5 model; supported architectures are {', '.join(FAMILIES)}")
     tiny_model(1).config.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(written | {"num_hidden_layers": "two"}), encoding="utf-8")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from paradraft.models.architecture import experts_settings
+from paradraft.models.architectures import experts_settings
 from tests.conftest import VOCAB
 
 WINDOW = 48

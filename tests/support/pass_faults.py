@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paradraft.formats.gguf_blocks import Products
-from paradraft.models import kv_cache
+from paradraft.models.architectures import head_size
 from paradraft.models.forward.cpu.matrix import PackedMatrix
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cpu.self_check import text_for
@@ -229,18 +229,18 @@ def of_another_layer(name: str) -> Plant:
 
 def heads_swapped(model: PreTrainedModel, numbers: Tensor) -> Tensor:
     """The first two heads of keys or values."""
-    size = kv_cache.head_size(model.config)
+    size = head_size(model.config)
     return torch.cat([numbers[size : 2 * size], numbers[:size], numbers[2 * size :]])
 
 
 def first_head_reversed(model: PreTrainedModel, numbers: Tensor) -> Tensor:
-    size = kv_cache.head_size(model.config)
+    size = head_size(model.config)
     return torch.cat([numbers[:size].flip(0), numbers[size:]])
 
 
 def in_llama_order(model: PreTrainedModel, numbers: Tensor) -> Tensor:
     """Rows of keys as llama.cpp rotates them."""
-    return numbers[row_order(model.config.num_key_value_heads, kv_cache.head_size(model.config)).argsort()]
+    return numbers[row_order(model.config.num_key_value_heads, head_size(model.config)).argsort()]
 
 
 def without_panel(model: PreTrainedModel, numbers: Tensor) -> Tensor:

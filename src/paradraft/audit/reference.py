@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from paradraft.audit.recording import Case, NotNumbersError, Recording, are_numbers
-from paradraft.models.architecture import has_experts
+from paradraft.models.architectures import spec_of
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.quantized import QuantizedTensor, numbers_of
 
@@ -158,13 +158,13 @@ def _is_plain(weight: Tensor) -> bool:
 def _products_in(dtype: torch.dtype, model: PreTrainedModel) -> Iterator[None]:
     """Makes a model's products in this dtype; experts run one by one, because grouped ones use the weights' dtype."""
     before = model.get_experts_implementation()
-    if has_experts(model.config):
+    if spec_of(model.config).has_experts:
         model.set_experts_implementation("eager")
     try:
         with _ProductsIn(dtype, model.dtype):
             yield
     finally:
-        if has_experts(model.config):
+        if spec_of(model.config).has_experts:
             model.set_experts_implementation(before)
 
 

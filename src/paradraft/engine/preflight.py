@@ -14,7 +14,8 @@ from paradraft.drafters.parts.draft_loading import check_draft_config, draft_run
 from paradraft.engine.speculation import Speculation
 from paradraft.formats.gguf import is_gguf
 from paradraft.formats.head import TargetIdentity, read_identity
-from paradraft.models.architecture import check_capacity, context_of
+from paradraft.models.architectures import context_of
+from paradraft.models.config_check import check_capacity
 from paradraft.models.kv_cache import free_bytes
 from paradraft.models.names import POCKET, is_shape
 from paradraft.models.runtime import QUANTIZED, STORED, Runtime

@@ -18,11 +18,11 @@ from paradraft.export.gguf_vocabulary import metadata_of
 from paradraft.formats.gguf import PARD_MASKS, PARD_TOKEN
 from paradraft.formats.gguf_blocks import KINDS, NAMES
 from paradraft.formats.pard import declared_mask_id
+from paradraft.models.architectures import head_size, spec_of
 from paradraft.sources.gguf_model import (
-    CONFIGS,
     INNER,
-    PERMUTED,
     ROPE,
+    architectures,
     llama3_factors,
     names_of,
     row_order,
@@ -54,9 +54,9 @@ def check_can_write(config: PretrainedConfig, dtype: str, name: str) -> None:
         raise ValueError("--to gguf needs the gguf package: pip install 'paradraft[gguf]'") from None
     if dtype not in TYPES:
         raise ValueError(f"--draft-dtype {dtype} with --to gguf: use one of {', '.join(TYPES)}")
-    if config.model_type not in CONFIGS:
+    if config.model_type not in architectures():
         raise ValueError(
-            f"{name!r} is a {config.model_type} model; GGUF files are written of {', '.join(CONFIGS)} models"
+            f"{name!r} is a {config.model_type} model; GGUF files are written of {', '.join(architectures())} models"
         )
     rope = config.rope_parameters
     if rope.get("rope_type") == "yarn" and any(
@@ -144,14 +144,14 @@ def _ends(generation: GenerationConfig, first: int | None) -> Mapping[str, int]:
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     config = model.config
     weights = dict(model.named_parameters())
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = head_size(config)
     heads = {INNER["attn_q"]: config.num_attention_heads, INNER["attn_k"]: config.num_key_value_heads}
     for theirs, ours in names_of(config.num_hidden_layers):
         if ours not in weights:
             continue
         weight = weights[ours].detach()
         layer = ".".join(ours.split(".")[3:-1])
-        if config.model_type in PERMUTED and layer in heads:
+        if spec_of(config).has_gguf_pairs and layer in heads:
             weight = weight[row_order(heads[layer], size).argsort()]
         yield theirs, weight
     rope = config.rope_parameters

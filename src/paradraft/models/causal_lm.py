@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paradraft.models import kv_cache
-from paradraft.models.architecture import check_architecture, check_capacity, context_of
+from paradraft.models.architectures import context_of
+from paradraft.models.config_check import check_architecture, check_capacity
 from paradraft.models.forward import FINAL_NORM, Forward, ForwardOut, NotFiniteError
 from paradraft.models.forward.choice import chosen
 from paradraft.models.forward.cpu.draw import draw
@@ -73,7 +74,7 @@ class CausalLM:
     """A model, its KV cache and the length of each row.
 
     Args:
-        model: one of `ARCHITECTURES`, in evaluation mode; its weights must not change afterwards, because compiled
+        model: of one of `FAMILIES`, in evaluation mode; its weights must not change afterwards, because compiled
             passes have copies.
         vocab_size: ids from here on are never chosen (rows that only pad the embedding).
         capacity: most tokens of a row; at most the model's `context_of`.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PretrainedConfig
 
+from paradraft.models.architectures import head_size
 from paradraft.models.forward.cpu import tree as in_cpp
 from paradraft.tree import ABSENT
 
@@ -74,11 +75,6 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     except OSError as error:
         raise MemoryError(f"{size} bytes for keys and values: {error}") from None
     return torch.frombuffer(pages, dtype=dtype).view(shape)
-
-
-def head_size(config: PretrainedConfig) -> int:
-    """The size of an attention head, also where the config has no `head_dim`."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def slots_of(storage: Storage) -> int:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from paradraft.models.architectures import spec_of
+
 
 def logits_of(model: PreTrainedModel, states: Tensor) -> Tensor:
     """The logits `[…, V]` of states `[…, D]` after the final norm."""
@@ -43,7 +45,8 @@ def sizes_of(model: PreTrainedModel) -> tuple[float, float]:
 
 def logits_scale(config: PretrainedConfig) -> float:
     """The divisor of the logits (Granite); else 1."""
-    return getattr(config, "logits_scaling", 1.0) if config.model_type == "granite" else 1.0
+    setting = spec_of(config).logits_scale
+    return 1.0 if setting is None else getattr(config, setting)
 
 
 def check_linear(config: PretrainedConfig, setting: str) -> None:
@@ -54,4 +57,5 @@ def check_linear(config: PretrainedConfig, setting: str) -> None:
 
 def softcap(config: PretrainedConfig) -> float | None:
     """The soft cap of the logits (Gemma 3); None without one."""
-    return getattr(config, "final_logit_softcapping", None) if config.model_type == "gemma3_text" else None
+    setting = spec_of(config).softcap
+    return None if setting is None else getattr(config, setting)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from paradraft.errors import is_out_of_memory
 from paradraft.formats.gguf_blocks import Products
-from paradraft.models.architecture import has_experts
+from paradraft.models.architectures import spec_of
 from paradraft.models.quantized import GROUP, QuantizedTensor, round_linears
 
 NF4_BLOCK, NF4_SCALES = 64, 256
@@ -45,7 +45,7 @@ def quantize(model: PreTrainedModel, bits: int) -> None:
     Raises:
         ValueError: experts, or torchao fails.
     """
-    if has_experts(model.config):
+    if spec_of(model.config).has_experts:
         raise ValueError(f"dtype='int{bits}': linear layers are rounded, and experts are none: use bfloat16")
     if model.device.type == "cpu":
         return round_linears(model, bits, model.get_output_embeddings())

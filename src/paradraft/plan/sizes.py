@@ -35,7 +35,7 @@ from paradraft.engine.request import requests_of
 from paradraft.engine.speculation import Speculation
 from paradraft.environment import describe_machine
 from paradraft.formats.head import Head, TargetIdentity, read_checkpoint
-from paradraft.models.kv_cache import head_size
+from paradraft.models.architectures import head_size
 from paradraft.models.names import POCKET
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target

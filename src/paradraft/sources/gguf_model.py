@@ -15,20 +15,18 @@ import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from paradraft.formats.gguf import PARD_MASKS, PARD_TOKEN, GgufFile, read_gguf
 from paradraft.formats.gguf_blocks import KINDS, Blocks, unpacked
 from paradraft.formats.pard import declare_masks
-from paradraft.models.architecture import check_architecture
+from paradraft.models.architectures import FAMILIES, head_size, spec_of
+from paradraft.models.config_check import check_architecture
 from paradraft.models.quantized import Parts, QuantizedTensor
 from paradraft.sources.gguf_tokenizer import end_ids_of
 from paradraft.sources.stored_weights import Weight, assembled, lossless_dtype, quantized
 from paradraft.text.generation_config import SAMPLED
 
-CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-"""Config classes by `general.architecture`; Mistral models are `llama` there."""
-PERMUTED = ("llama",)
 EMBEDDING, HEAD, ROPE = "token_embd.weight", "output.weight", "rope_freqs.weight"
 QUERIES = "blk.0.attn_q.weight"
 OUTER = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
@@ -56,9 +54,14 @@ def names_of(layers: int) -> Iterator[tuple[str, str]]:
                 yield f"blk.{layer}.{theirs}.{part}", f"model.layers.{layer}.{ours}.{part}"
 
 
+def architectures() -> list[str]:
+    """The values of `general.architecture` whose files are read and written."""
+    return [family for family, spec in FAMILIES.items() if spec.gguf == family]
+
+
 def settings_of(config: PretrainedConfig) -> dict[str, int | float]:
     """GGUF metadata of a config, by key without the architecture's prefix; without scaling of the rotary embedding."""
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head = head_size(config)
     return {
         "vocab_size": config.vocab_size,
         "context_length": config.max_position_embeddings,
@@ -102,15 +105,15 @@ def config_of(name: str) -> PretrainedConfig:
     """
     file = read_gguf(name)
     architecture = file.get("general.architecture", str)
-    if architecture not in CONFIGS:
+    if architecture not in architectures():
         raise ValueError(
-            f"{name!r} is a file of the architecture {architecture!r}; supported are {', '.join(CONFIGS)}, as files of "
-            "Llama, Mistral, Qwen2, Qwen2.5 and Qwen3 models have"
+            f"{name!r} is a file of the architecture {architecture!r}; supported are {', '.join(architectures())}, as "
+            "files of Llama, Mistral, Qwen2, Qwen2.5 and Qwen3 models have"
         )
     reader = _Settings(file, architecture)
     settings = {**reader.common(), **reader.attention(), **reader.tokens()}
     try:
-        config: PretrainedConfig = CONFIGS[architecture](**settings)
+        config: PretrainedConfig = CONFIG_MAPPING[architecture](**settings)
     except StrictDataclassError as error:
         raise ValueError(f"{name!r} has settings that make no model: {error.__cause__ or error}") from None
     mask = file.find(PARD_TOKEN, int)
@@ -180,7 +183,7 @@ class _Settings:
             "head_dim": size,
             "rope_parameters": self._rope(size),
         }
-        if self._architecture == "llama":
+        if hasattr(CONFIG_MAPPING[self._architecture], "mlp_bias"):  # else the family has biases, or has none
             biases = [f"blk.0.attn_{part}.bias" in self._file.tensors for part in ("q", "k", "v", "output")]
             settings["attention_bias"] = any(biases)
             settings["mlp_bias"] = "blk.0.ffn_gate.bias" in self._file.tensors
@@ -307,7 +310,7 @@ def load(name: str, dtype: torch.dtype, *, attention: str) -> PreTrainedModel:
             return None
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(ours.split(".")[-2])
         order = None
-        if heads is not None and config.model_type in PERMUTED:
+        if heads is not None and spec_of(config).has_gguf_pairs:
             order = row_order(heads, config.head_dim)
         return _stored(file, theirs[ours], order, dtype)
 

@@ -24,7 +24,8 @@ from transformers.distributed import DistributedConfig
 from paradraft.errors import one_line
 from paradraft.formats.folder import check_index
 from paradraft.formats.gguf import SUFFIX, is_gguf, read_gguf
-from paradraft.models.architecture import check_architecture, context_of, experts_settings, has_experts
+from paradraft.models.architectures import context_of, experts_settings, spec_of
+from paradraft.models.config_check import check_architecture
 from paradraft.models.names import POCKET, check_has_weights, is_shape
 from paradraft.models.runtime import AUTO, DTYPES, QUANTIZED, STORED, Runtime
 from paradraft.sources import gguf_model, hub, packed_folder
@@ -232,7 +233,7 @@ def load_shard(name: str, runtime: Runtime, ranks: int) -> PreTrainedModel:
     if is_gguf(name) or is_in_few_bits(name):
         raise ValueError(f"{name!r}: tensor parallelism shares out folders of unrounded weights: use such a one")
     config = load_config(name)
-    if has_experts(config):
+    if spec_of(config).has_experts:
         raise ValueError(f"{name!r}: mixtures of experts are not shared out by layer: give whole layers to devices")
     if not getattr(config, "base_model_tp_plan", None):
         raise ValueError(f"{name!r}: transformers has no plan of how {config.model_type} models share their layers")

@@ -25,9 +25,9 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from paradraft.formats.gguf_blocks import Blocks
+from paradraft.models.architectures import FAMILIES, spec_of
 from paradraft.sources.stored_weights import HEAD, Weight, assembled, lossless_dtype
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 METHODS = ("gptq", "awq")
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The position of each of 8 outputs in an int32 of AWQ."""
@@ -80,10 +80,9 @@ def packing_of(config: PretrainedConfig, name: str) -> Packing | None:
     group = description.get("group_size", description.get("q_group_size", -1))
     if type(group) is not int or not (group == -1 or (group > 0 and group % 32 == 0)):
         raise ValueError(f"{name!r}: group_size is {group!r} in its quantization_config: use a multiple of 32, or -1")
-    if config.model_type not in ARCHITECTURES:
-        raise ValueError(
-            f"{name!r} is a {config.model_type} model packed by {method!r}; supported are {', '.join(ARCHITECTURES)}"
-        )
+    if not spec_of(config).is_in_cpp:
+        supported = ", ".join(family for family, spec in FAMILIES.items() if spec.is_in_cpp)
+        raise ValueError(f"{name!r} is a {config.model_type} model packed by {method!r}; supported are {supported}")
     return Packing(method=method, group=group, zeros_are_less=layout == "gptq")
 
 

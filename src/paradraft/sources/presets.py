@@ -11,19 +11,15 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
-    LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
 )
 
 from paradraft.models.names import PREFIX
-
-_CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +61,8 @@ class Shape:
         It has no end tokens and names a mask token, so that the shape can be a target and any draft model. `positions`
         limits the tokens of a text; by default the model's own limit holds.
         """
-        return _CONFIGS[self.architecture](
+        return AutoConfig.for_model(
+            self.architecture,
             vocab_size=self.rows,
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,

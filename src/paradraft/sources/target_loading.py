@@ -18,10 +18,9 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.formats.gguf import is_gguf, read_gguf
-from paradraft.models.architecture import has_experts
+from paradraft.models.architectures import spec_of
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import is_built
-from paradraft.models.forward.cpu.model import ARCHITECTURES as CPP_ARCHITECTURES
 from paradraft.models.forward.cpu.model import can_serve
 from paradraft.models.forward.cpu.self_check import OtherLogitsError
 from paradraft.models.forward.pipeline import StageModel, split
@@ -145,7 +144,7 @@ def load_lm(folder: str, runtime: Runtime, vocab_size: int, capacity: int | None
 def _packs_few_bits(config: PretrainedConfig, runtime: Runtime) -> bool:
     """Whether a model may run in C++ with quantized weights."""
     is_on_cpu, has_few_bits = torch.device(runtime.device).type == "cpu", runtime.dtype in (*QUANTIZED, STORED)
-    return has_few_bits and is_on_cpu and runtime.compiled is not False and not has_experts(config)
+    return has_few_bits and is_on_cpu and runtime.compiled is not False and not spec_of(config).has_experts
 
 
 def _skeleton(folder: str, runtime: Runtime) -> PreTrainedModel:
@@ -172,7 +171,7 @@ def _read_in_pieces(folder: str, runtime: Runtime) -> tuple[PreTrainedModel, dic
     if not is_built():
         return None
     model = _skeleton(folder, runtime)
-    if model.config.model_type not in CPP_ARCHITECTURES or (files := files_of(folder, model)) is None:
+    if not spec_of(model.config).is_in_cpp or (files := files_of(folder, model)) is None:
         return None
     return model, files
 

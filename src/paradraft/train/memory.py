@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from paradraft.models.architecture import has_experts
+from paradraft.models.architectures import head_size, spec_of
 from paradraft.models.devices import computes_bf16
-from paradraft.models.kv_cache import free_bytes, head_size
+from paradraft.models.kv_cache import free_bytes
 from paradraft.sources.loading import load_skeleton, locate
 from paradraft.train.objectives.objective import LOGITS
 from paradraft.train.objectives.rows import FLEX
@@ -117,8 +117,8 @@ def kept_by_layers(recipe: Recipe, config: PretrainedConfig, *, bf16: bool) -> f
     # attention outputs; keys and values; and the MLP.
     heads = (config.num_attention_heads, config.num_key_value_heads)
     queries, keys = (count * head_size(config) for count in heads)
-    norms, mlp = (10 if config.model_type == "gemma3_text" else 6), size * 4 * config.intermediate_size
-    if has_experts(config):  # of each active expert; in float32, because grouped products are not cast
+    norms, mlp = 2 + 2 * spec_of(config).norms, size * 4 * config.intermediate_size
+    if spec_of(config).has_experts:  # of each active expert; in float32, because grouped products are not cast
         expert = 4 * config.moe_intermediate_size + 3 * config.hidden_size
         mlp = max(mlp, 4 * config.num_experts_per_tok * expert)
     layer = 4 * norms * config.hidden_size + size * (6 * queries + 8 * keys) + mlp

@@ -11,7 +11,8 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig
 
 from paradraft.models import kv_cache
-from paradraft.models.kv_cache import allocate, head_size
+from paradraft.models.architectures import head_size
+from paradraft.models.kv_cache import allocate
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paradraft.engine.loader import load
-from paradraft.models.architecture import ARCHITECTURES, context_of, has_experts
+from paradraft.models.architectures import FAMILIES, context_of, spec_of
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.pipeline import split
@@ -24,7 +24,7 @@ from tests.support.trees import path_to, random_parents
 
 
 def test_all_are_tested() -> None:
-    assert {kind.partition(" ")[0] for kind in KINDS} == set(ARCHITECTURES)
+    assert {kind.partition(" ")[0] for kind in KINDS} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,7 +100,7 @@ def test_float32_texts_are_those_of_generate(kind: str, tmp_path: Path) -> None:
     engine = load(target, drafter="autoregressive", draft=target, k=3, tree=6, runtime=runtime, lengths="fixed")
     model = engine.target.lm.model
     assert not engine.target.lm.is_native
-    assert not has_experts(model.config) or model.config._experts_implementation == "grouped_mm"
+    assert not spec_of(model.config).has_experts or model.config._experts_implementation == "grouped_mm"
     prompts = [[7, 3, 9, 7, 3], [5], [1, 2, 1, 2, 1, 2, 1, 2]]
     settings = {"max_new_tokens": 20, "do_sample": False, "suppress_tokens": list(range(VOCAB, VOCAB + 8))}
     for prompt, answer in zip(prompts, engine.generate(prompts, max_new_tokens=20), strict=True):

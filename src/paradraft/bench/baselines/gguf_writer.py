@@ -16,13 +16,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from paradraft.models.architectures import FAMILIES, head_size, spec_of
 from paradraft.sources.gguf_model import INNER, OUTER, ROPE, settings_of
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""llama.cpp's names by `model_type`."""
-PERMUTED = "llama"
-"""The architecture whose rotary embedding pairs neighbouring elements of a head, where `transformers` pairs the n-th of
-the first half with the n-th of the second: rows of queries and keys are permuted."""
 WHOLE = {ours: theirs for theirs, ours in OUTER.items()}
 OF_LAYERS = {ours: theirs for theirs, ours in INNER.items()}
 """Names of weights in GGUF by those of `transformers`."""
@@ -62,10 +58,11 @@ def write_gguf(model: PreTrainedModel, file: Path) -> None:
 def check_config(config: PretrainedConfig) -> None:
     """Raises ValueError unless models with this config can be written."""
     name = config.name_or_path or config.model_type
-    if config.model_type not in ARCHITECTURES:
+    if spec_of(config).gguf is None:
+        written = ", ".join(family for family, spec in FAMILIES.items() if spec.gguf is not None)
         raise ValueError(
-            f"{name!r} is a {config.model_type} model, and paradraft writes GGUF files of {', '.join(ARCHITECTURES)} "
-            "only: leave this peer out"
+            f"{name!r} is a {config.model_type} model, and paradraft writes GGUF files of {written} only: leave this "
+            "peer out"
         )
     if config.hidden_act != "silu":
         raise ValueError(f"{name!r}: llama.cpp computes silu, not {config.hidden_act!r}: leave this peer out")
@@ -74,7 +71,8 @@ def check_config(config: PretrainedConfig) -> None:
 def _settings(model: PreTrainedModel) -> Settings:
     config = model.config
     check_config(config)
-    architecture = ARCHITECTURES[config.model_type]
+    architecture = spec_of(config).gguf
+    assert architecture is not None  # checked
     return {
         "general.architecture": architecture,
         "general.file_type": FILE_TYPES[model.dtype],
@@ -87,7 +85,7 @@ def _tensors(model: PreTrainedModel) -> Iterable[tuple[str, Tensor]]:
     """All weights, by their names in GGUF."""
     config = model.config
     check_config(config)
-    is_permuted = ARCHITECTURES[config.model_type] == PERMUTED
+    is_permuted = spec_of(config).has_gguf_pairs
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -124,15 +122,10 @@ def paired(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def _head_size(config: PretrainedConfig) -> int:
-    head_dim: int | None = getattr(config, "head_dim", None)
-    return config.hidden_size // config.num_attention_heads if head_dim is None else head_dim
-
-
 def _rope_factors(model: PreTrainedModel) -> Tensor | None:
     """The divisors of the plain frequencies of the rotary embedding; None if all are 1."""
     rope, config = model.model.rotary_emb, model.config
-    size = _head_size(config)
+    size = head_size(config)
     plain = float(config.rope_parameters["rope_theta"]) ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
     frequencies = rope.inv_freq.float()
     name = config.name_or_path or config.model_type
@@ -142,7 +135,7 @@ def _rope_factors(model: PreTrainedModel) -> Tensor | None:
     factors = plain / frequencies
     if torch.allclose(factors, torch.ones(()), rtol=1e-5):
         return None
-    if ARCHITECTURES[config.model_type] != PERMUTED:
+    if not spec_of(config).has_gguf_pairs:
         raise ValueError(
             f"{name!r}: llama.cpp reads changed rope frequencies of Llama models only: leave this peer out"
         )

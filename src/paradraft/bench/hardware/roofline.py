@@ -23,9 +23,8 @@ from transformers import PreTrainedModel
 
 from paradraft.bench.hardware.bandwidth import Speeds
 from paradraft.core import Drafter
-from paradraft.models.architecture import has_experts
+from paradraft.models.architectures import head_size, spec_of
 from paradraft.models.causal_lm import CausalLM, Pass
-from paradraft.models.kv_cache import head_size
 from paradraft.models.quantization import stored_bytes
 from paradraft.models.quantized import QuantizedTensor
 
@@ -85,7 +84,7 @@ class Size:
             isinstance(weight, QuantizedTensor) for weight in [*body, head]
         )
         config, per_head = model.config, head_size(model.config)
-        experts = config.num_experts_per_tok / config.num_experts if has_experts(config) else 1.0
+        experts = config.num_experts_per_tok / config.num_experts if spec_of(config).has_experts else 1.0
 
         def total(weights: list[Tensor], size: Callable[[Tensor], int]) -> int:
             return sum(round(size(weight) * experts) if weight.ndim == 3 else size(weight) for weight in weights)

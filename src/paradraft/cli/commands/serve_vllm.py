@@ -16,7 +16,7 @@ from paradraft.cli.model_sampling import Choice
 from paradraft.engine.speculation import Speculation
 from paradraft.export.vllm import DEFAULT_PYTHON, speculative_config
 from paradraft.formats.pard import RANK
-from paradraft.models.architecture import check_capacity
+from paradraft.models.config_check import check_capacity
 from paradraft.models.runtime import AUTO, Runtime
 from paradraft.placement import Placement
 from paradraft.plan.plan_file import read_chains

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig, 
 
 from paradraft.core import Committed, Request
 from paradraft.formats.head import Head
+from paradraft.models.architectures import FAMILIES, head_size, spec_of
 from paradraft.models.causal_lm import CausalLM, SavedRow
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.runtime import Runtime
@@ -30,23 +31,17 @@ UNUSED_ROWS = 64
 """Rows of the unused embedding and output head; a causal LM must have some."""
 
 
-OF_MISTRAL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Targets that allow Mistral layers: without embedding multiplier, and with the same rotary embedding in all layers."""
-
-
 def mistral_like(config: PretrainedConfig, layers: int) -> MistralConfig:
     """Config of Mistral layers in the target's size: attention without biases, and without query and key norms."""
-    if config.model_type not in OF_MISTRAL:
-        raise ValueError(
-            f"Mistral's layers cannot stand beside a {config.model_type} model, only beside {', '.join(OF_MISTRAL)}"
-        )
+    if not spec_of(config).allows_vllm_layers:
+        allowed = ", ".join(family for family, spec in FAMILIES.items() if spec.allows_vllm_layers)
+        raise ValueError(f"Mistral's layers cannot stand beside a {config.model_type} model, only beside {allowed}")
     sizes = (
         "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "hidden_act",
         "max_position_embeddings", "rms_norm_eps", "rope_parameters",
     )  # fmt: skip
     values = {name: getattr(config, name) for name in sizes}
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return MistralConfig(**values, head_dim=head_dim, num_hidden_layers=layers, sliding_window=None)
+    return MistralConfig(**values, head_dim=head_size(config), num_hidden_layers=layers, sliding_window=None)
 
 
 def layers_like(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from transformers import PretrainedConfig
 
 from paradraft.formats.gguf import is_gguf, read_gguf
-from paradraft.models.architecture import context_of
+from paradraft.models.architectures import context_of
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.names import is_shape
 from paradraft.models.runtime import STORED, Runtime

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
 from paradraft.models import kv_cache
-from paradraft.models.architecture import ropes_of
+from paradraft.models.architectures import ropes_of
 from paradraft.models.forward import FINAL_NORM, ForwardOut, NotFiniteError
 from paradraft.models.output_head import logits_of
 from paradraft.models.quantization import stored_bytes

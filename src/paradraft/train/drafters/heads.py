@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from paradraft.data.samples import Sample
 from paradraft.formats.folder import whole_folder
 from paradraft.formats.head import Head, TargetIdentity, read_checkpoint, write_head
-from paradraft.models.architecture import context_of
+from paradraft.models.architectures import context_of
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.output_head import logits_of, sizes_of
 from paradraft.models.quantization import store_in_nf4

@@ -26,7 +26,7 @@ from paradraft.formats.pard import (
     declared_mask_id,
     forget_masks,
 )
-from paradraft.models.architecture import context_of
+from paradraft.models.architectures import context_of, spec_of
 from paradraft.models.output_head import check_linear
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -307,7 +307,7 @@ def cool(model: PreTrainedModel, previous: PreviousTokenHead | None, temperature
     The previous-token head, which reads and corrects the scaled states, is rescaled to match.
     """
     body: Any = model.model
-    offset = 1.0 if model.config.model_type == "gemma3_text" else 0.0  # its norms multiply by 1 + weight
+    offset = spec_of(model.config).norm_offset
     body.norm.weight.add_(offset).div_(temperature).sub_(offset)
     if previous is not None:
         previous.state.weight.mul_(temperature)

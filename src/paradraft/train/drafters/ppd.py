@@ -26,8 +26,7 @@ from transformers import DynamicCache
 
 from paradraft.data.samples import Sample
 from paradraft.drafters.ppd import MOST_PROMPTS
-from paradraft.models.architecture import has_experts
-from paradraft.models.kv_cache import head_size
+from paradraft.models.architectures import head_size, spec_of
 from paradraft.sources.loading import load_config, locate
 from paradraft.train import memory
 from paradraft.train.drafters.heads import DECAY, HeadObjective, HeadRecipe, HeadTrainee, check_memory, frozen_target
@@ -294,7 +293,7 @@ def build(recipe: PpdRecipe, data: RunData) -> PpdTrainee:
         raise ValueError(
             "gradient_checkpointing=true: prompt tokens are read with a cache, which it excludes: leave it out"
         )
-    if recipe.nf4 and has_experts(config):
+    if recipe.nf4 and spec_of(config).has_experts:
         raise ValueError("nf4=true: torchao stores linear layers, and experts are none: leave it out")
     if recipe.exits > (most := config.num_hidden_layers):
         raise ValueError(f"exits={recipe.exits}: model {recipe.model!r} has {most} layers")

@@ -16,7 +16,7 @@ from paradraft.drafters.parts.previous_token import load_head, stored_head
 from paradraft.formats.folder import save_model
 from paradraft.formats.gguf import is_gguf
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, declared_mask_id, forget_masks
-from paradraft.models.architecture import context_of, has_experts
+from paradraft.models.architectures import context_of, spec_of
 from paradraft.models.devices import TORCH_DTYPES
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import (
@@ -45,7 +45,7 @@ def narrow(model: PreTrainedModel, size: int) -> None:
     """
     for layer in model.model.layers:
         mlp, norm = layer.mlp, getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
-        scale = norm.weight.float() + (model.config.model_type == "gemma3_text")  # whose norms multiply by 1 + weight
+        scale = norm.weight.float() + spec_of(model.config).norm_offset
         gates, ups = ((linear.weight.float() * scale).norm(dim=1) for linear in (mlp.gate_proj, mlp.up_proj))
         bounds = gates * ups * mlp.down_proj.weight.float().norm(dim=0)
         kept = bounds.topk(size).indices.sort().values
@@ -166,7 +166,7 @@ def _cut(name: str, folder: str, kept: tuple[int, ...], dtype: str) -> PreTraine
     config = model.config
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = [config.layer_types[index] for index in kept]
-    if has_experts(config):
+    if spec_of(config).has_experts:
         dense = (index for index, layer in enumerate(model.model.layers) if not hasattr(layer.mlp, "experts"))
         config.mlp_only_layers, config.decoder_sparse_step = list(dense), 1
     if getattr(config, "max_window_layers", None) is not None:

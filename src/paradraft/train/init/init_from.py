@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from paradraft.formats.pard import CONFIG_KEYS
-from paradraft.models.architecture import has_experts
+from paradraft.models.architectures import spec_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,8 @@ class PrunedTarget:
 
     def check_narrower(self, target: PretrainedConfig) -> None:
         """Raises ValueError if the target's MLPs have fewer neurons than are to be kept, or not three matrices."""
-        size = target.intermediate_size
-        if self.intermediate_size is not None and target.model_type in ("phi3", "qwen3_moe"):
+        size, spec = target.intermediate_size, spec_of(target)
+        if self.intermediate_size is not None and (spec.is_fused or spec.has_experts):
             raise ValueError(
                 f"intermediate_size={self.intermediate_size}: the MLPs of {target.model_type} models cannot be cut: "
                 "leave it out"
@@ -128,9 +128,9 @@ class RandomInit:
             "head_dim": self.hidden_size // self.heads,
             "tie_word_embeddings": True,
         }
-        if target.model_type == "gemma3_text":
+        if spec_of(target).has_rope_by_type:
             settings["layer_types"] = ["full_attention"] * self.layers
-        if has_experts(target):
+        if spec_of(target).has_experts:
             settings["mlp_only_layers"] = list(range(self.layers))  # a small draft has no experts
         return type(target).from_dict(settings)
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.models.architecture import context_of
+from paradraft.models.architectures import context_of
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.forward.eager import layer_by_layer
 from paradraft.models.output_head import logits_of

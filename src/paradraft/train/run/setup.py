@@ -15,7 +15,7 @@ from paradraft.data.dataset import load_samples
 from paradraft.data.mix import epoch_size
 from paradraft.data.samples import Sample, hold_out
 from paradraft.environment import is_main_process
-from paradraft.models.architecture import context_of
+from paradraft.models.architectures import context_of
 from paradraft.models.devices import computes_bf16
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import load_config, load_generation_config, load_tokenizer, locate

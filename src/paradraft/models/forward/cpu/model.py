@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import re
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,7 +25,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from paradraft.models import kv_cache
-from paradraft.models.architecture import STATIC_ROPES
+from paradraft.models.architectures import head_size, spec_of
+from paradraft.models.config_check import STATIC_ROPES
 from paradraft.models.forward import FINAL_NORM, ForwardOut
 from paradraft.models.forward.cpu.build import kernel_names, library
 from paradraft.models.forward.cpu.matrix import KINDS, Matrix, PackedMatrix, is_known, packed_dtype
@@ -35,9 +35,8 @@ from paradraft.models.forward.cpu.self_check import check
 from paradraft.models.forward.cpu.threads import granted_threads
 from paradraft.models.quantized import QuantizedTensor, rounded_inputs
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-PLAIN = re.compile(r"Linear|Embedding|(Llama|Mistral|Qwen2|Qwen3)(RMSNorm|RotaryEmbedding)|SiLU|SiLUActivation")
-"""Types of leaf modules in these architectures; an adapter has others."""
+PLAIN, OWN = ("Linear", "Embedding", "SiLU", "SiLUActivation"), ("RMSNorm", "RotaryEmbedding")
+"""Types of leaf modules, those of the family without its name; an adapter has others."""
 PROFILED_AS = "paradraft::pass"
 LOG = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -80,20 +79,22 @@ def can_serve(model: PreTrainedModel) -> bool:
         sys.platform == "linux"
         and model.device.type == "cpu"
         and model.dtype in DTYPES
-        and config.model_type in ARCHITECTURES
-        and all(map(_is_plain, model.modules()))
+        and spec_of(config).is_in_cpp
+        and all(_is_plain(module, type(model.model.layers[0])) for module in model.modules())
         and config.hidden_act == "silu"
         and rope in STATIC_ROPES
-        and kv_cache.head_size(config) % 2 == 0
+        and head_size(config) % 2 == 0
         and all(map(is_known, (*model.parameters(), *model.buffers())))
     )
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a module has no hook and is no adapter."""
+def _is_plain(module: nn.Module, layer: type[nn.Module]) -> bool:
+    """Whether a module has no hook and is no adapter; a norm or rotary embedding is from the file of the layers."""
     is_part = next(module.children(), None) is None
     has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
-    return not has_hooks and (not is_part or PLAIN.fullmatch(type(module).__name__) is not None)
+    kind = type(module)
+    is_own = kind.__name__.endswith(OWN) and kind.__module__ == layer.__module__
+    return not has_hooks and (not is_part or is_own or kind.__name__ in PLAIN)
 
 
 class NativePass:
@@ -133,7 +134,7 @@ class NativePass:
         self._head = self._matrices[-1]
         embedding = self._embedding(body.embed_tokens.weight, model.lm_head.weight)
         self._rotary: nn.Module = body.rotary_emb
-        half = kv_cache.head_size(config) // 2
+        half = head_size(config) // 2
         self._vocab_rows = len(model.lm_head.weight)
         self._model = _Model(
             hidden_size=config.hidden_size,

@@ -11,8 +11,9 @@ import torch
 from transformers import CohereConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from paradraft.engine.loader import load
-from paradraft.models.architecture import ARCHITECTURES, check_architecture, context_of
+from paradraft.models.architectures import FAMILIES, context_of
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.config_check import check_architecture
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import load_config, load_model
 from tests.conftest import tiny_model, tiny_tokenizer
@@ -162,7 +163,7 @@ def test_rope_settings_that_cannot_be_computed(tmp_path: Path, rope: dict[str, A
         ({"layer_types": ["full_attention", "linear_attention"]}, "layers of the type 'linear_attention'"),
         ({"layer_types": ["full_attention"]}, "config.json is wrong: .*num_hidden_layers"),
         ({"layer_types": ["no_such", "full_attention"]}, "config.json is wrong: .*layer_types.*no_such"),
-        ({"model_type": "gpt2"}, f"is a gpt2 model; supported architectures are {', '.join(ARCHITECTURES)}"),
+        ({"model_type": "gpt2"}, f"is a gpt2 model; supported architectures are {', '.join(FAMILIES)}"),
         (
             {"model_type": "granite", "logits_scaling": 0.0},
             "logits_scaling is 0.0 in its config.json, where a number above",

@@ -1,4 +1,4 @@
-"""Supported architectures: checks a model's config before its weights are loaded."""
+"""Checks a model's config before its weights are loaded: family, sizes, layer types and rotary embedding."""
 
 from __future__ import annotations
 
@@ -11,13 +11,8 @@ from transformers import PretrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-ARCHITECTURES = (
-    "gemma3_text", "granite", "llama", "ministral", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe",
-    "seed_oss", "smollm3",
-)  # fmt: skip
-"""Models whose cache, masks and output head are the ones `CausalLM` assumes."""
-SLIDING = "sliding_attention"
-"""The name of sliding-window layers in `layer_types`."""
+from paradraft.models.architectures import FAMILIES, SLIDING, head_size, ropes_of, spec_of
+
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles depend on a token's position alone.
 
@@ -35,7 +30,7 @@ SIZES = (
 )
 """Settings of every supported architecture that are positive integers."""
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-"""Settings of Granite."""
+"""Settings of some architectures that are positive."""
 EXPERT_SIZES = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "decoder_sparse_step")
 """Further settings of mixtures of experts that are positive integers."""
 
@@ -43,48 +38,12 @@ EXPERT_SIZES = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "
 def check_architecture(config: PretrainedConfig, name: str) -> None:
     """Raises ValueError for an unsupported architecture, layer type or rotary embedding, and for settings that make no
     sense."""
-    if config.model_type not in ARCHITECTURES:
-        raise ValueError(
-            f"{name!r} is a {config.model_type} model; supported architectures are {', '.join(ARCHITECTURES)}"
-        )
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"{name!r} is a {config.model_type} model; supported architectures are {', '.join(FAMILIES)}")
     _check_layers(config, name)
     _check_sizes(config, name)
     for layer_type, rope in ropes_of(config).items():
         _check_rope(rope, config, name, layer_type)
-
-
-def context_of(config: PretrainedConfig) -> int:
-    """The context length; of a model with sliding windows the size of a window.
-
-    Because within a window every token sees all before it, passes with full attention are exact there.
-    """
-    most, types = int(config.max_position_embeddings), getattr(config, "layer_types", None)
-    window: int | None = getattr(config, "sliding_window", None)
-    slides = (types is None or SLIDING in types) and getattr(config, "use_sliding_window", True)
-    return min(most, window) if window is not None and slides else most
-
-
-def has_experts(config: PretrainedConfig) -> bool:
-    """Whether layers are mixtures of experts."""
-    return bool(config.model_type == "qwen3_moe")
-
-
-def experts_settings(dtype: torch.dtype, config: PretrainedConfig) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for mixtures of experts: `transformers`' default, grouped products, except where
-    torch has none: for float64, and for rows that are no multiple of 16 bytes."""
-    if not has_experts(config):
-        return {}
-    sizes = (config.hidden_size, config.moe_intermediate_size)
-    is_grouped = dtype != torch.float64 and all(size * dtype.itemsize % 16 == 0 for size in sizes)
-    return {} if is_grouped else {"experts_implementation": "eager"}
-
-
-def ropes_of(config: PretrainedConfig) -> dict[str | None, Mapping[str, Any]]:
-    """The rotary embedding's settings by layer type (Gemma 3); under the key None if all layers share them."""
-    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    if config.model_type != "gemma3_text":
-        return {None: rope}
-    return {layer_type: rope.get(layer_type) or {} for layer_type in sorted(set(config.layer_types))}
 
 
 def check_capacity(capacity: int | None, most: int) -> None:
@@ -109,13 +68,13 @@ def _check_layers(config: PretrainedConfig, name: str) -> None:
 
 
 def _check_sizes(config: PretrainedConfig, name: str) -> None:
-    for setting in (*SIZES, *(EXPERT_SIZES if has_experts(config) else ())):
+    for setting in (*SIZES, *(EXPERT_SIZES if spec_of(config).has_experts else ())):
         value = getattr(config, setting)
         if type(value) is not int or value < 1:
             raise ValueError(
                 f"{name!r}: {setting} is {value!r} in its config.json, where a number of at least 1 belongs"
             )
-    if has_experts(config) and config.num_experts_per_tok > config.num_experts:
+    if spec_of(config).has_experts and config.num_experts_per_tok > config.num_experts:
         raise ValueError(
             f"{name!r}: num_experts_per_tok is {config.num_experts_per_tok} in its config.json, of {config.num_experts}"
         )
@@ -128,12 +87,10 @@ def _check_sizes(config: PretrainedConfig, name: str) -> None:
             f"{name!r}: num_attention_heads is {heads} in its config.json, "
             f"which cannot be shared evenly by num_key_value_heads={kv_heads}"
         )
-    head_size = _head_size(config)
-    if type(head_size) is not int or head_size < 2 or head_size % 2:
-        raise ValueError(
-            f"{name!r}: heads of {head_size!r} numbers cannot be rotated: head_dim must be even and above 0"
-        )
-    act = "hidden_activation" if config.model_type == "gemma3_text" else "hidden_act"
+    size = head_size(config)
+    if type(size) is not int or size < 2 or size % 2:
+        raise ValueError(f"{name!r}: heads of {size!r} numbers cannot be rotated: head_dim must be even and above 0")
+    act = spec_of(config).activation
     if (activation := getattr(config, act)) not in ACT2FN:
         raise ValueError(f"{name!r}: transformers knows no activation {act}={activation!r}")
     if not 0 <= config.rms_norm_eps < math.inf:
@@ -169,12 +126,7 @@ def _check_angles(config: PretrainedConfig, kind: str, name: str, layer_type: st
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(f"{name!r}: its {kind!r} rope settings cannot be computed ({problem})") from None
-    if not is_right or 2 * len(frequencies) != _head_size(config):
+    if not is_right or 2 * len(frequencies) != head_size(config):
         raise ValueError(
-            f"{name!r}: its {kind!r} rope settings do not give finite angles for heads of {_head_size(config)} numbers"
+            f"{name!r}: its {kind!r} rope settings do not give finite angles for heads of {head_size(config)} numbers"
         )
-
-
-def _head_size(config: PretrainedConfig) -> Any:
-    size = getattr(config, "head_dim", None)
-    return config.hidden_size // config.num_attention_heads if size is None else size
