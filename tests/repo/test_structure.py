@@ -9,11 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from paradraft.models.architectures import FAMILIES
 from paradraft.verify import rule_names
 
 PACKAGE = Path(__file__).parents[2] / "src" / "paradraft"
 BY_DESIGN = {"Config"}
 """Class names that every drafter has."""
+NAMING_FAMILIES = {
+    "models/architectures/": "the families",
+    "sources/presets.py": "shapes of known models",
+    "sources/gguf_tokenizer.py": "names of tokenizers",
+    "drafters/parts/draft_layers.py": "vLLM's EAGLE heads are Mistral's layers",
+}
+"""Files that may name model families."""
 
 
 def parsed() -> dict[str, ast.Module]:
@@ -51,6 +59,17 @@ def unwaited(modules: dict[str, ast.Module]) -> Iterator[str]:
                 yield f"{file}:{node.lineno}"
 
 
+def families_named(modules: dict[str, ast.Module]) -> Iterator[str]:
+    """Places where a text is the name of a model family, or a family's class of `transformers` is imported."""
+    classes = tuple(family.partition("_")[0] for family in FAMILIES)
+    for file, module in modules.items():
+        for node in ast.walk(module):
+            is_name = isinstance(node, ast.Constant) and node.value in FAMILIES
+            is_import = isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers")
+            if is_name or (is_import and any(each.name.lower().startswith(classes) for each in node.names)):
+                yield f"{file}:{node.lineno}"
+
+
 def test_only_uploads_are_not_waited_for() -> None:
     """Guards a stage on a CPU, which read what a GPU had not yet written: other tokens, or an index out of range."""
     assert not list(unwaited(parsed()))
@@ -72,6 +91,22 @@ def test_only_a_rule_knows_its_name() -> None:
     """Guards new verification rules against branches elsewhere, which would take them for another."""
     outside = {file: module for file, module in parsed().items() if not file.startswith("verify/")}
     assert not list(compared(outside, set(rule_names())))
+
+
+def test_only_their_files_name_families() -> None:
+    """Guards new families against tables and branches elsewhere, which would take them for another."""
+    named = list(families_named(parsed()))
+    assert not [line for line in named if not line.startswith(tuple(NAMING_FAMILIES))]
+    for file in NAMING_FAMILIES:  # no exception is out of date
+        assert any(line.startswith(file) for line in named), file
+
+
+@pytest.mark.parametrize(
+    "text", ['config.model_type == "granite"', 'A = ("qwen2", "x")', "from transformers import A, Gemma3TextConfig"]
+)
+def test_a_family_name_is_seen(text: str) -> None:
+    """Control: the forms that there were."""
+    assert list(families_named({"a.py": ast.parse(text)})) == ["a.py:1"]
 
 
 @pytest.mark.parametrize("text", ['a.verify == "match"', 'x = 1 if rule in ("match", "rejection") else 2'])
