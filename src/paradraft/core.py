@@ -322,10 +322,8 @@ class Drafter:
     reserved_tokens: tuple[int, ...] = ()
     """Tokens, such as a mask, that no answer may contain."""
 
-    @property
-    def models(self) -> tuple[Any, ...]:
-        """Its draft models, each a `paradraft.models.causal_lm.CausalLM`; not the target."""
-        return ()
+    models: tuple[Any, ...] = ()
+    """Its draft models, each a `paradraft.models.causal_lm.CausalLM`; not the target."""
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """Resets: drops all rows."""

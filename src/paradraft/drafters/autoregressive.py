@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from paradraft import ragged
-from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.core import Committed, Draft, Drafting, Request
 from paradraft.drafters.parts.draft_loading import load_draft_lm
+from paradraft.drafters.parts.model_drafter import ModelDrafter
+from paradraft.drafters.parts.pending_tokens import PendingTokens
 from paradraft.formats.head import read_head
-from paradraft.models.causal_lm import CausalLM, SavedRow
+from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.tree import grow
 from paradraft.models.prompt_tokens import PromptTokens, forward_with_probes
 from paradraft.models.runtime import Runtime
@@ -31,7 +33,7 @@ from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
 from paradraft.sampling.sampler import Sampler
 from paradraft.sources.loading import locate
-from paradraft.tree import ABSENT, Tree
+from paradraft.tree import ABSENT
 from paradraft.verify.match import accepted_path
 
 SIZE, MOST_SIZE = 6, 512
@@ -68,7 +70,7 @@ class Config:
         return AutoregressiveDrafter if self.prompts is None else PromptedDrafter
 
 
-class AutoregressiveDrafter(Drafter):
+class AutoregressiveDrafter(ModelDrafter):
     """K passes of a small causal LM.
 
     After a round its cache holds all committed tokens but the pending ones: the target's own token, and after a full
@@ -78,33 +80,20 @@ class AutoregressiveDrafter(Drafter):
     branching: Literal["chain", "spine"] = "spine"
     can_run_ahead = True
     drafts_one_by_one = True
-    _sampler: Sampler
 
     def __init__(self, lm: CausalLM) -> None:
-        self.lm = lm
-        self._tree: Tree | None = None
-        self._pending: list[list[int]] = []
+        self._pending = PendingTokens(lm)
+        super().__init__(lm, self._pending)
+        self.models = (lm,)
         self._guessed: list[list[int]] = []
         """By row, the tokens drafted after the committed ones, along the best path."""
         self._committed: list[int] = []
         """By row, the number of committed tokens in the cache."""
 
-    @property
-    def models(self) -> tuple[CausalLM, ...]:
-        """The draft model."""
-        return (self.lm,)
-
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """See `Drafter`."""
-        self._sampler, self._tree = Sampler(drafting=drafting, device=device, faster=self.lm.draw), drafting.tree
-        self.lm.start()
-        self._committed, self._pending, self._guessed = [], [], []
-
-    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """Stores the prompts; the prefill happens at the first draft."""
-        self._sampler.join(requests)
-        self.lm.join(len(requests))
-        self._pending += [list(request.tokens) for request in requests]
+        super().start(drafting, device)
+        self._committed, self._guessed = [], []
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Reads the pending tokens, then drafts token by token; a tree's side branches are the next best tokens.
@@ -115,7 +104,7 @@ class AutoregressiveDrafter(Drafter):
         self._committed, self._guessed = self.lm.lengths, [[] for _ in lengths]
         if k == 0:
             return Draft.empty(len(lengths), device)
-        sampler, unread = self._sampler, self._pending
+        sampler, unread = self._sampler, self._pending.rows
         if after is not None:
             sampler, self._guessed = sampler.after(after.tokens), ragged.to_lists(after.tokens)
             unread = ragged.joined(unread, self._guessed)
@@ -141,7 +130,7 @@ class AutoregressiveDrafter(Drafter):
             best_BK = torch.cat([best_BK, best_B1], dim=1)
             reading = best_B1.masked_fill(lengths_B1 <= depth + 1, ABSENT)
             read_counts = [int(length > depth + 1) for length in lengths]
-        self._pending = [[] if length else row for row, length in zip(self._pending, lengths, strict=True)]
+        self._pending.drop(lengths)
         self._guessed = ragged.joined(self._guessed, ragged.to_lists(best_BK))
         return assemble(joined(candidates), self._tree, aside=0.0, faster=grow)
 
@@ -154,23 +143,8 @@ class AutoregressiveDrafter(Drafter):
             kept.append(self._committed[row] + read)
             unread.append(tokens[read:])
         self.lm.rollback(kept)
-        self._pending = ragged.joined(self._pending, unread)
+        self._pending.add(unread)
         self._sampler.commit(new)
-
-    def keep(self, rows: Tensor) -> None:
-        """See `Drafter`."""
-        self._pending = [self._pending[row] for row in rows.tolist()]
-        self._sampler.keep(rows)
-        self.lm.keep(rows)
-
-    def save(self, row: int, most: int) -> SavedRow:
-        """The row of the KV cache."""
-        return self.lm.save(row, most)
-
-    def restore(self, row: int, saved: SavedRow, shared: int) -> None:
-        """Reuses the common prefix of the saved row; the rest of the prompt stays pending."""
-        known = self.lm.restore(row, saved, min(shared, len(self._pending[row]) - 1))
-        self._pending[row] = self._pending[row][known:]
 
 
 class PromptedDrafter(AutoregressiveDrafter):
@@ -209,7 +183,7 @@ class PromptedDrafter(AutoregressiveDrafter):
         # One more column, for tokens to discard.
         drafted = Draft.chain(torch.full((B, K + 1), ABSENT, device=device))
         wanted_B, lengths_B = upload(lengths, device), torch.zeros(B, dtype=torch.long, device=device)
-        unread = [row if length else [] for row, length in zip(self._pending, lengths, strict=True)]
+        unread = self._pending.of(lengths)
         if K and max(map(len, unread)) + self._size > self.lm.width:
             unread = self.lm.prefill(unread).last
         self._prompts.forget()
@@ -224,7 +198,7 @@ class PromptedDrafter(AutoregressiveDrafter):
                 self._committed, is_first = self.lm.lengths, False
             last_B1 = drafted.tokens.gather(1, (lengths_B - 1).clamp(min=0)[:, None])
             unread = ragged.to_lists(last_B1.masked_fill((lengths_B >= wanted_B)[:, None], ABSENT))
-        self._pending = [[] if length else row for row, length in zip(self._pending, lengths, strict=True)]
+        self._pending.drop(lengths)
         drafted = drafted.where((drafted.tokens != ABSENT) & (torch.arange(K + 1, device=device) < K))
         self._guessed = ragged.to_lists(drafted.tokens)
         return drafted

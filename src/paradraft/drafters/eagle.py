@@ -7,42 +7,34 @@ target's output head.
 A tree with a budget grows as in EAGLE-2 (Li et al. 2024b, section 4): at each depth the likeliest nodes are expanded,
 each after its own path, and of all nodes the likeliest are drafted.
 
-Shape letters: B rows of a batch, K drafted tokens, D hidden size, W nodes that are expanded at a depth, X all of these.
+Shape letters: B rows of a batch, K drafted tokens, V vocabulary, D hidden size, W nodes that are expanded at a
+depth, X all of these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from paradraft.core import Draft
 from paradraft.drafters.parts.draft_layers import DraftLayers, target_layers
-from paradraft.drafters.parts.layers_drafter import LayersDrafter
+from paradraft.drafters.parts.model_drafter import Config, ModelDrafter
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward.cpu.tree import grow
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target, gathered
 from paradraft.ragged import upload
+from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
 from paradraft.sampling.expansion import expanded
 from paradraft.sources.loading import locate
 from paradraft.tree import ABSENT
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Settings of the drafter.
-
-    Args:
-        draft: Hugging Face id or folder of the layer, see `paradraft.formats.head`; "pocket" is the shipped one.
-    """
-
-    draft: str
-
-
-class EagleDrafter(LayersDrafter):
+class EagleDrafter(ModelDrafter):
     """K passes of the layer."""
 
     branching = "tree"
@@ -52,10 +44,12 @@ class EagleDrafter(LayersDrafter):
         for_vllm = head.config.get("for_vllm") is True
         bias = None if for_vllm else head.tensor("fc.bias", width)
         self._join = target.linear(head.tensor("fc.weight", width, 2 * width), bias)
-        layers = target_layers(head)
-        super().__init__(
-            DraftLayers(target, head, runtime, layers=layers, joined=self._joined, for_vllm=for_vllm)
-        )  # fmt: skip
+        self.layers = DraftLayers(
+            target, head, runtime, layers=target_layers(head), joined=self._joined, for_vllm=for_vllm
+        )
+        super().__init__(self.layers.lm, self.layers)
+        self.models = (self.lm,)
+        self.hidden_layers = self.prompt_hidden_layers = self.layers.layers
 
     def _joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
         return self._join(torch.cat([embeddings.to(states.dtype), states], dim=-1))
@@ -68,11 +62,30 @@ class EagleDrafter(LayersDrafter):
         able = self.layers.able(lengths)
         if self._tree is not None and self._tree.budget is not None and max(able):
             return self._grown(able)
-        draft = self.one_by_one(able)
+        draft = self._one_by_one(able)
         if able == list(lengths):
             return draft
         is_able_B1 = upload(able, self.layers.target.device)[:, None] > 0
         return replace(draft, tokens=draft.tokens.masked_fill(~is_able_B1, ABSENT))
+
+    def _one_by_one(self, lengths: Sequence[int]) -> Draft:
+        """A pass per token, on the state that the previous one returned."""
+        layers, device, k = self.layers, self.layers.target.device, max(lengths)
+        if k == 0:
+            return Draft.empty(len(lengths), device)
+        lengths_B1 = upload(lengths, device)[:, None]
+        states_B1D, committed = layers.read(lengths), self.lm.lengths
+        best_BK = torch.empty(len(lengths), 0, dtype=torch.long, device=device)
+        candidates: list[Candidates] = []
+        for depth in range(k):
+            if candidates:
+                wanted_B1 = best_BK[:, -1:].masked_fill(lengths_B1 <= depth, ABSENT)
+                states_B1D = layers.step(wanted_B1, states_B1D)
+            logits_B1V = layers.target.head(states_B1D)
+            candidates.append(self._sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), best_BK))
+            best_BK = torch.cat([best_BK, candidates[-1].tokens[:, :, 0]], dim=1)
+        self.lm.rollback(committed)
+        return assemble(joined(candidates), self._tree, aside=0.0, faster=grow)
 
     def _grown(self, lengths: Sequence[int]) -> Draft:
         layers, target, k = self.layers, self.layers.target, max(lengths)
@@ -91,7 +104,7 @@ class EagleDrafter(LayersDrafter):
             states_BWD = read_BXD[:, -new_BW.shape[1] :]
             return target.head(states_BWD)
 
-        widest = max(layers.lm.width // k, 1)
+        widest = max(self.lm.width // k, 1)
         draft = expanded(self._sampler, self._tree, target.head(states_BWD), expand, k=k, widest=widest)
         return replace(draft, tokens=draft.tokens.masked_fill(~is_wanted_B1, ABSENT))
 

@@ -7,21 +7,16 @@ for the last token and for each mask go through the target's output head.
 
 Masks have an embedding per position of the draft, or one for all. The paper does not define the state of a mask: it is
 a learned vector for all masks, as in P-EAGLE, or the state before the last committed token.
-
-Shape letters: B rows of a batch, K drafted tokens, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from paradraft.core import Draft
-from paradraft.drafters.parts.draft_layers import DraftLayers, Masks, target_layers
-from paradraft.drafters.parts.layers_drafter import LayersDrafter
+from paradraft.drafters.parts.draft_layers import target_layers
+from paradraft.drafters.parts.model_drafter import Config
+from paradraft.drafters.parts.parallel_layers import ParallelLayersDrafter
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
@@ -29,39 +24,17 @@ from paradraft.models.target import Target
 from paradraft.sources.loading import locate
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Settings of the drafter.
-
-    Args:
-        draft: Hugging Face id or folder of the layer, see `paradraft.formats.head`; "pocket" is the shipped one.
-    """
-
-    draft: str
-
-
-class EagleParallelDrafter(LayersDrafter):
+class EagleParallelDrafter(ParallelLayersDrafter):
     """One pass over tokens with their states, and masks."""
-
-    branching = "tree"
 
     def __init__(self, target: CausalLM, head: Head, runtime: Runtime) -> None:
         width = target.model.config.hidden_size
         self._join = target.linear(head.tensor("fc.weight", width, 2 * width), head.tensor("fc.bias", width))
-        super().__init__(DraftLayers(target, head, runtime, layers=target_layers(head), joined=self._joined))
-        self.masks = Masks(head, target.device)
-        self.max_k = self.masks.max_k
-        self.correct_with(head)
+        super().__init__(target, head, runtime, layers=target_layers(head))
 
-    def _joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
+    def joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
+        """A linear layer on both, side by side."""
         return self._join(torch.cat([embeddings.to(states.dtype), states], dim=-1))
-
-    def _masks(self, states_BD: Tensor, k: int) -> Tensor:
-        return self._joined(*self.masks(states_BD, k))
-
-    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """Reads the pending tokens and masks, and draws all tokens."""
-        return self.in_one_pass(lengths, self._masks)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> EagleParallelDrafter:

@@ -9,16 +9,17 @@ Shape letters: B rows of a batch, K heads, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
 from paradraft.core import Draft
-from paradraft.drafters.parts.last_state_drafter import LastStateDrafter
+from paradraft.drafters.parts.last_states import LastStates
+from paradraft.drafters.parts.model_drafter import Config, ModelDrafter
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward import FINAL_NORM
 from paradraft.models.forward.cpu.tree import grow
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -26,24 +27,15 @@ from paradraft.sampling.candidates import Candidates, assemble, candidates_neede
 from paradraft.sources.loading import locate
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Settings of the drafter.
-
-    Args:
-        draft: Hugging Face id or folder of the heads, see `paradraft.formats.head`; "pocket" are the shipped ones.
-    """
-
-    draft: str
-
-
-class HydraDrafter(LastStateDrafter):
+class HydraDrafter(ModelDrafter):
     """K heads, evaluated in sequence."""
 
     branching = "spine"
+    hidden_layers = prompt_hidden_layers = (FINAL_NORM,)
 
     def __init__(self, lm: CausalLM, head: Head) -> None:
-        super().__init__(lm)
+        self._last = LastStates(lm)
+        super().__init__(lm, self._last)
         self.max_k = head.setting("num_heads", int)
         self._scale = head.setting("embedding_scale", float)
         width = lm.model.config.hidden_size
@@ -58,21 +50,21 @@ class HydraDrafter(LastStateDrafter):
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Drafts token by token; a tree's side branches are the next best tokens."""
         if (k := max(lengths)) == 0:
-            return Draft.empty(len(lengths), self._states_BD.device)
-        best_BK = torch.empty(len(lengths), 0, dtype=torch.long, device=self._states_BD.device)
-        read_BX = torch.cat([self._states_BD, self._embedded(self._last_B)], dim=1)
+            return Draft.empty(len(lengths), self.lm.device)
+        best_BK = torch.empty(len(lengths), 0, dtype=torch.long, device=self.lm.device)
+        read_BX = torch.cat([self._last.states_BD, self._embedded(self._last.tokens_B)], dim=1)
         count = candidates_needed(self._tree)
         candidates: list[Candidates] = []
         for depth, block in enumerate(self._blocks[:k]):
             if candidates:
                 read_BX = torch.cat([read_BX, self._embedded(best_BK[:, -1])], dim=1)
-            logits_B1V = self.lm.head((self._states_BD + silu(block(read_BX)))[:, None])
+            logits_B1V = self.lm.head((self._last.states_BD + silu(block(read_BX)))[:, None])
             candidates.append(self._sampler.candidates(logits_B1V, depth, count, best_BK))
             best_BK = torch.cat([best_BK, candidates[-1].tokens[:, :, 0]], dim=1)
         return assemble(joined(candidates), self._tree, aside=0.0, faster=grow)
 
     def _embedded(self, tokens_B: Tensor) -> Tensor:
-        return self._scale * self.lm.embed(tokens_B).to(self._states_BD.dtype)
+        return self._scale * self.lm.embed(tokens_B).to(self._last.states_BD.dtype)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> HydraDrafter:

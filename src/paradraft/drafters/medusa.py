@@ -10,40 +10,32 @@ Shape letters: B rows of a batch, K heads, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
 from paradraft.core import Draft
-from paradraft.drafters.parts.last_state_drafter import LastStateDrafter
+from paradraft.drafters.parts.last_states import LastStates
+from paradraft.drafters.parts.model_drafter import Config, ModelDrafter
 from paradraft.drafters.parts.one_pass import draft_of_pass
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward import FINAL_NORM
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sources.loading import locate
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Settings of the drafter.
-
-    Args:
-        draft: Hugging Face id or folder of the heads, see `paradraft.formats.head`; "pocket" are the shipped ones.
-    """
-
-    draft: str
-
-
-class MedusaDrafter(LastStateDrafter):
+class MedusaDrafter(ModelDrafter):
     """K heads on the state after the target's final norm."""
 
     branching = "tree"
+    hidden_layers = prompt_hidden_layers = (FINAL_NORM,)
 
     def __init__(self, lm: CausalLM, head: Head) -> None:
-        super().__init__(lm)
+        self._last = LastStates(lm)
+        super().__init__(lm, self._last)
         self.max_k = head.setting("num_heads", int)
         blocks = range(self.max_k)
         width, rows = lm.model.config.hidden_size, len(lm.model.lm_head.weight)
@@ -64,12 +56,12 @@ class MedusaDrafter(LastStateDrafter):
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Drafts with the first `max(lengths)` heads."""
         if (k := max(lengths)) == 0:
-            return Draft.empty(len(lengths), self._states_BD.device)
+            return Draft.empty(len(lengths), self.lm.device)
         return draft_of_pass(self._sampler, self._tree, self._logits(k))
 
     def _logits(self, k: int) -> Tensor:
         """`[B, K, V]` of the first `k` heads."""
-        states_BKD = self._states_BD[:, None].expand(-1, k, -1)
+        states_BKD = self._last.states_BD[:, None].expand(-1, k, -1)
         for layer in self._blocks:
             moved = [block(states_BKD[:, index]) for index, block in enumerate(layer[:k])]
             states_BKD = states_BKD + silu(torch.stack(moved, dim=1))

@@ -10,40 +10,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 from paradraft import ragged
-from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.core import Draft
 from paradraft.drafters.parts.draft_loading import load_draft_lm
+from paradraft.drafters.parts.model_drafter import Config, ModelDrafter
 from paradraft.drafters.parts.one_pass import draft_of_pass
+from paradraft.drafters.parts.pending_tokens import PendingTokens
 from paradraft.drafters.parts.previous_token import Correction, PreviousTokenHead, load_head
 from paradraft.formats.pard import check_ends_nothing, mask_token_id
-from paradraft.models.causal_lm import CausalLM, SavedRow
+from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target, TargetFacts, gathered
 from paradraft.ragged import upload
-from paradraft.sampling.sampler import Sampler
 from paradraft.sources.loading import locate
 from paradraft.text.tokenization import text_of
-from paradraft.tree import Tree
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Settings of the drafter.
-
-    Args:
-        draft: Hugging Face id or folder of the PARD model; "pocket" is the shipped one.
-    """
-
-    draft: str
-
-
-class PardDrafter(Drafter):
+class PardDrafter(ModelDrafter):
     """One pass of a causal LM that was trained with mask tokens.
 
     Args:
@@ -54,36 +39,18 @@ class PardDrafter(Drafter):
 
     branching = "tree"
     can_run_ahead = True
-    _sampler: Sampler
 
     def __init__(
         self, lm: CausalLM, mask_id: int, masks: int = 1, *, previous: PreviousTokenHead | None = None
     ) -> None:
-        self.lm = lm
+        self._pending = PendingTokens(lm)
+        super().__init__(lm, self._pending)
+        self.models = (lm,)
         self._correction = None if previous is None else Correction(lm, previous)
         self._layers = () if previous is None else (FINAL_NORM,)  # the states that it corrects
         self.mask_id = mask_id
         self.masks = masks
         self.reserved_tokens = tuple(range(mask_id, mask_id + masks))
-        self._tree: Tree | None = None
-        self._pending: list[list[int]] = []
-
-    @property
-    def models(self) -> tuple[CausalLM, ...]:
-        """The draft model."""
-        return (self.lm,)
-
-    def start(self, drafting: Drafting, device: torch.device) -> None:
-        """See `Drafter`."""
-        self._sampler, self._tree = Sampler(drafting=drafting, device=device, faster=self.lm.draw), drafting.tree
-        self.lm.start()
-        self._pending = []
-
-    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """Stores the prompts; the prefill happens at the first draft."""
-        self._sampler.join(requests)
-        self.lm.join(len(requests))
-        self._pending += [list(request.tokens) for request in requests]
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Reads [pending tokens, mask × (k - 1)] and draws all k tokens; skips rows of length 0.
@@ -95,7 +62,7 @@ class PardDrafter(Drafter):
         device, k = self.lm.device, max(lengths)
         if k == 0:
             return Draft.empty(len(lengths), device)
-        unread = [row if length else [] for row, length in zip(self._pending, lengths, strict=True)]
+        unread = self._pending.of(lengths)
         ahead: list[list[int]] = [[] for _ in lengths] if after is None else ragged.to_lists(after.tokens)
         sampler = self._sampler if after is None else self._sampler.after(after.tokens)
         if max(map(len, unread)) + max(map(len, ahead)) + k > self.lm.width:
@@ -109,29 +76,9 @@ class PardDrafter(Drafter):
         rows_BK = upload([[min(max(len(row) - 1, 0) + i, end) for i in range(k)] for row in unread], device)
         out = self.lm.forward(reading, logit_rows=rows_BK, hidden_layers=self._layers)
         self.lm.advance(kept)
-        self._pending = [[] if length else row for row, length in zip(self._pending, lengths, strict=True)]
+        self._pending.drop(lengths)
         states_BKD = gathered(out.hidden[FINAL_NORM], rows_BK) if self._correction else None
         return draft_of_pass(sampler, self._tree, out.logits, self._correction, states_BKD)
-
-    def commit(self, new: Committed) -> None:
-        """Adds the committed tokens to the pending ones."""
-        self._pending = ragged.joined(self._pending, ragged.to_lists(new.tokens))
-        self._sampler.commit(new)
-
-    def keep(self, rows: Tensor) -> None:
-        """See `Drafter`."""
-        self._pending = [self._pending[row] for row in rows.tolist()]
-        self._sampler.keep(rows)
-        self.lm.keep(rows)
-
-    def save(self, row: int, most: int) -> SavedRow:
-        """The row of the KV cache."""
-        return self.lm.save(row, most)
-
-    def restore(self, row: int, saved: SavedRow, shared: int) -> None:
-        """Reuses the common prefix of the saved row; the rest of the prompt stays pending."""
-        known = self.lm.restore(row, saved, min(shared, len(self._pending[row]) - 1))
-        self._pending[row] = self._pending[row][known:]
 
 
 def build(config: Config, target: Target | TargetFacts, runtime: Runtime) -> PardDrafter:

@@ -67,7 +67,7 @@ def _known_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def timed_propose(self: PardDrafter, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         if k := max(lengths):
-            now.s += draft_s(len(self._pending), k) + (0.0 if now.has_read else 40.0)
+            now.s += draft_s(len(lengths), k) + (0.0 if now.has_read else 40.0)
             now.has_read = True
         return propose(self, lengths, after)
 

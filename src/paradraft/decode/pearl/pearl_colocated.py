@@ -30,11 +30,7 @@ class CoLocatedDrafter(Drafter):
         self.copies = (first, second)
         """In the order in which they draft."""
         self.reserved_tokens, self.max_k = first.reserved_tokens, first.max_k
-
-    @property
-    def models(self) -> tuple[Any, ...]:
-        """The models of both copies."""
-        return tuple(model for copy in self.copies for model in copy.models)
+        self.models = first.models + second.models
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """See `Drafter`."""
