@@ -15,6 +15,7 @@ from torch import Tensor
 from paradraft import ragged
 from paradraft.parents import parents_of_chains
 from paradraft.sampling_params import GREEDY, Sampling
+from paradraft.traits import Serving, Traits
 from paradraft.tree import ABSENT, Tree
 
 INVALID = -2
@@ -294,34 +295,25 @@ class RoundOutput:
 class Drafter:
     """Proposes drafts for the rows of a batch.
 
-    State must depend on committed tokens only; set `depends_on_rounds` otherwise. A drafter overrides `propose`, and
-    the methods that its state needs.
+    State must depend on committed tokens only, unless its traits say that it `depends_on_rounds`. A drafter overrides
+    `propose`, and the methods that its state needs.
     """
 
+    traits: Traits = Traits()
+    """What is known of it before it is built."""
+    serving: Serving = Serving()
+    """How other engines use its checkpoints."""
     hidden_layers: tuple[int, ...] = ()
-    """Layers of the target whose hidden states `commit` receives, numbered as in `paradraft.models.forward.Forward`: -1
-    is the last one after its norm."""
-    prompt_hidden_layers: tuple[int, ...] = ()
-    """Layers whose hidden states `join` receives, for the whole prompt but its last token."""
-    branching: Literal["chain", "spine", "tree", "own"] = "chain"
-    """Chains, trees that branch only along the best path, any trees, or trees whose shape the drafter decides."""
+    """Layers of the target whose hidden states `join` receives for the whole prompt but its last token, and `commit`
+    for each round, numbered as in `paradraft.models.forward.Forward`: -1 is the last one after its norm."""
     tree: Tree | None = None
     """With `branching = "own"`, the size of its trees: K is their depth, and no other tree can be requested. Its
     `Config` has a property `tree` with the same value, because the width of passes is fixed before a drafter is built.
     """
     max_k: int | None = None
     """Largest depth that it can draft, such as the number of its heads; None for any."""
-    needs_drawn: bool = False
-    """Whether it learns from `Committed.drawn`. Then it supports the match rule only, and `depends_on_rounds`."""
-    depends_on_rounds: bool = False
-    """Whether its drafts also depend on how the committed tokens were split into rounds; on nothing else."""
-    can_run_ahead: bool = False
-    """Whether it can propose before the verdict on its last draft (PEARL)."""
-    drafts_one_by_one: bool = False
-    """Whether it runs one pass per drafted token, so that half a draft takes half the time."""
     reserved_tokens: tuple[int, ...] = ()
     """Tokens, such as a mask, that no answer may contain."""
-
     models: tuple[Any, ...] = ()
     """Its draft models, each a `paradraft.models.causal_lm.CausalLM`; not the target."""
 

@@ -126,7 +126,7 @@ def test_greedy_equals_transformers(family: Path, runtime: Runtime) -> None:
         assert ours.generate(prompt, max_new_tokens=40).tokens == theirs[0, tokens.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("name", [name for name in drafter_names() if not drafter_class(name).depends_on_rounds])
+@pytest.mark.parametrize("name", [name for name in drafter_names() if not drafter_class(name).traits.depends_on_rounds])
 @pytest.mark.parametrize("varying", [False, True])
 def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str, varying: bool) -> None:
     """Guards against a draft that depends on how the rounds before were cut, on those in which a row drafted nothing,
@@ -153,7 +153,7 @@ def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str, va
     assert torch.equal(drafted.drafter.propose([4, 4, 4]).tokens, again.drafter.propose([4, 4, 4]).tokens)
 
 
-@pytest.mark.parametrize("name", [name for name in drafter_names() if drafter_class(name).can_run_ahead])
+@pytest.mark.parametrize("name", [name for name in drafter_names() if drafter_class(name).traits.can_run_ahead])
 def test_a_draft_after_a_draft_is_that_after_its_tokens(family: Path, name: str, runtime: Runtime) -> None:
     """Guards drafts that are made ahead (PEARL): they are those of a drafter that has read the tokens as text, with
     settings that read the text too; and drafting ahead leaves no trace, whether the draft before was right or not."""
@@ -218,7 +218,7 @@ class Repeated(Fixed):
         return draft
 
 
-@pytest.mark.parametrize("name", [name for name in drafter_names() if drafter_class(name).depends_on_rounds])
+@pytest.mark.parametrize("name", [name for name in drafter_names() if drafter_class(name).traits.depends_on_rounds])
 @pytest.mark.parametrize("varying", [False, True])
 def test_state_is_a_function_of_the_rounds(family: Path, name: str, varying: bool) -> None:
     """Guards drafters that learn from the target's draws, and so from the rounds too, against learning from anything
@@ -363,7 +363,7 @@ def test_settings_are_checked_before_any_work(family: Path, name: str) -> None:
         (Tree(budget=64), "leave the tree out|room for 63"),
         (Tree(paths=((0,), (0, 0), (0, 0, 0))), "leave the tree out|k=2"),
     ]:
-        if tree.paths is None or drafted.drafter.branching != "tree" or tree.depth == 3:
+        if tree.paths is None or drafted.drafter.traits.branching != "tree" or tree.depth == 3:
             with pytest.raises(ValueError, match=named):
                 Engine(drafted.target, drafted.drafter, Speculation(k=2, tree=tree, lengths="fixed"))
     assert not passes

@@ -29,7 +29,7 @@ from tests.conftest import VOCAB
 HEADS = [
     name
     for name in trainee_names()
-    if issubclass(recipe_class(trainee_module(name)), HeadRecipe) and not drafter_class(name).depends_on_rounds
+    if issubclass(recipe_class(trainee_module(name)), HeadRecipe) and not drafter_class(name).traits.depends_on_rounds
 ]
 """The drafters on the target's states which draft at once; of others this is tested with the drafter."""
 SETTINGS = [

@@ -308,7 +308,7 @@ def test_passes_that_need_two_rows_get_them(loaded: Load, expected: Expected, mo
     [
         case
         for case in RUNTIMES_AND_CASES
-        if case.values[1] != "none" and not drafter_class(case.values[1]).depends_on_rounds
+        if case.values[1] != "none" and not drafter_class(case.values[1]).traits.depends_on_rounds
     ],
     indirect=["loaded"],
 )

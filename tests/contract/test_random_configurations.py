@@ -95,7 +95,7 @@ def check(number: int, engines: dict[str, Engine]) -> None:
     chooser = random.Random(number)
     name = chooser.choice([name for name in engines if name != "none"])
     loaded, k = engines[name], chooser.randint(1, 9)
-    branching = loaded.drafter.branching
+    branching = loaded.drafter.traits.branching
     tree = random_tree(chooser, k, side_branches=branching == "tree") if branches(name) else None
     lengths = chooser.choice(list(POLICIES))
     drafted = Engine(loaded.target, loaded.drafter, Speculation(k=k, tree=tree, lengths=lengths))

@@ -15,7 +15,7 @@ from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
 from tests.contract.test_every_drafter import PROMPTS, engine
 
-DRAFTERS = [name for name in drafter_names() if name != "none" and not drafter_class(name).needs_drawn]
+DRAFTERS = [name for name in drafter_names() if name != "none" and not drafter_class(name).traits.needs_drawn]
 TREES = {"chain": None, "grown": Tree(budget=7), "fixed": Tree(paths=((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))}
 
 

@@ -59,7 +59,7 @@ def test_text_equals_plain_decoding_on_the_cpu(family: Path, name: str) -> None:
         assert drafted.generate("helloworld", max_new_tokens=40, sampling=sampling).tokens == expected
 
 
-@pytest.mark.parametrize("name", [name for name in drafter_names() if drafter_class(name).can_run_ahead])
+@pytest.mark.parametrize("name", [name for name in drafter_names() if drafter_class(name).traits.can_run_ahead])
 @pytest.mark.parametrize("draft_device", [None, "cuda", "cpu"], ids=["two streams", "two processes", "draft on CPUs"])
 def test_drafting_ahead(family: Path, name: str, draft_device: str | None) -> None:
     """Guards work of two streams that is read before it is done, and sides on devices of their own; in float64, so that
@@ -95,7 +95,7 @@ def test_layers_on_two_devices(family: Path, name: str, compiled: bool, stages: 
         assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
 
 
-@pytest.mark.parametrize("name", [name for name in drafter_names() if drafter_class(name).can_run_ahead])
+@pytest.mark.parametrize("name", [name for name in drafter_names() if drafter_class(name).traits.can_run_ahead])
 def test_drafting_on_the_devices_of_the_target(family: Path, name: str) -> None:
     """Guards copies of a draft model in processes of their own, on the target's devices."""
     target, runtime = str(family / "target"), Runtime(dtype="float64")

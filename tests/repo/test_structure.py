@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from paradraft.drafters import drafter_names
 from paradraft.models.architectures import FAMILIES
 from paradraft.verify import rule_names
 
@@ -45,9 +46,13 @@ def compared(modules: dict[str, ast.Module], names: set[str]) -> Iterator[str]:
     for file, module in modules.items():
         for node in ast.walk(module):
             if isinstance(node, ast.Compare):
-                values = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
-                if values & names:
-                    yield f"{file}:{node.lineno}"
+                parts: list[ast.AST] = list(ast.walk(node))
+            elif isinstance(node, ast.Dict):
+                parts = [key for key in node.keys if key is not None]
+            else:
+                continue
+            if {each.value for each in parts if isinstance(each, ast.Constant)} & names:
+                yield f"{file}:{node.lineno}"
 
 
 def unwaited(modules: dict[str, ast.Module]) -> Iterator[str]:
@@ -109,9 +114,19 @@ def test_a_family_name_is_seen(text: str) -> None:
     assert list(families_named({"a.py": ast.parse(text)})) == ["a.py:1"]
 
 
-@pytest.mark.parametrize("text", ['a.verify == "match"', 'x = 1 if rule in ("match", "rejection") else 2'])
+def test_only_a_drafter_knows_its_name() -> None:
+    """Guards new drafters against branches and tables elsewhere, in which they would be missing."""
+    own = ("drafters/", "train/drafters/", "formats/")
+    outside = {file: module for file, module in parsed().items() if not file.startswith(own)}
+    assert not list(compared(outside, {*drafter_names()} - {"none"}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['a.verify == "match"', 'x = 1 if rule in ("match", "rejection") else 2', 'labels = {"match": "the same tokens"}'],
+)
 def test_a_comparison_is_seen(text: str) -> None:
-    """Control: both forms that there were."""
+    """Control: the forms that there were."""
     assert list(compared({"a.py": ast.parse(text)}, {"match"})) == ["a.py:1"]
 
 

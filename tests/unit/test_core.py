@@ -162,10 +162,10 @@ def test_a_drafter_is_what_it_overrides() -> None:
     started(drafter, [[1]])
     drafter.commit(committed([2]))
     drafter.keep(torch.tensor([0]))
-    assert (drafter.hidden_layers, drafter.branching, drafter.can_run_ahead, drafter.reserved_tokens) == (
+    assert (drafter.hidden_layers, drafter.traits.branching, drafter.traits.can_run_ahead, drafter.reserved_tokens) == (
         (), "chain", False, (),
     )  # fmt: skip
-    assert (drafter.tree, drafter.needs_drawn) == (None, False)
+    assert (drafter.tree, drafter.traits.needs_drawn) == (None, False)
     with pytest.raises(NotImplementedError):
         drafter.propose([1])
 

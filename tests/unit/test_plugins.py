@@ -9,8 +9,9 @@ import pytest
 
 from paradraft import drafters, train
 from paradraft.cli import main
-from paradraft.drafters import check_draft, drafter_module, drafter_names
+from paradraft.drafters import check_draft, drafter_module, drafter_names, split_settings, traits_of
 from paradraft.train import trainee_module, trainee_names
+from paradraft.traits import Traits
 from tests.support.packages import install
 
 
@@ -62,6 +63,8 @@ def test_a_module_that_cannot_be_imported_is_a_mistake(package: Callable[..., No
         drafter_module("bad")
     with pytest.raises(ValueError, match="'gone' of package 'other' cannot be imported: No module named 'other_gone'"):
         drafter_module("gone")
+    drafters._all_traits.cache_clear()
+    assert split_settings("n-gram")[0] == "ngram" and traits_of("bad") == Traits(), "no harm to others"
 
 
 def test_a_training_without_a_builder_is_a_mistake(package: Callable[..., None]) -> None:

@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from paradraft import drafters
-from paradraft.drafters import split_settings
+from paradraft.drafters import split_settings, traits_of
 from paradraft.verify import warning_of
 
 LABELS = {
-    **drafters.LABELS, "hf": "AR", "ar": "AR+",
+    "hf": "AR", "ar": "AR+",
     "hf-assisted": "assisted", "hf-prompt-lookup": "lookup",
     "vllm": "vLLM", "vllm-draft": "vLLM VSD", "vllm-pard": "vLLM PARD", "vllm-ngram": "vLLM n-gram",
     "vllm-medusa": "vLLM Medusa", "vllm-eagle": "vLLM EAGLE",
     "llama-cpp": "llama.cpp", "llama-cpp-draft": "llama.cpp VSD",
 }  # fmt: skip
-"""Labels by the name of the method; specs may use a label instead of the name."""
+"""Labels of the methods that are no drafters; specs may use a label instead of the name."""
 _EVIDENT = ("dtype=", "draft=", "verify=", "lengths=", "target_stages=")
 """Settings whose values need no name."""
 _CPUS = ("target_cpus=", "draft_cpus=")
@@ -67,9 +66,10 @@ def _shortened(paths: Collection[str]) -> dict[str, str]:
 
 
 def _label(spec: str, figures: Mapping[str, Any], short: Mapping[str, str]) -> str:
-    name = LABELS.get(figures["method"], figures["method"])
+    method = str(figures["method"])
+    name = LABELS.get(method) or traits_of(method).label or method
     if figures.get("gamma"):
-        name = "PEARL" if figures["method"] == "autoregressive" else f"PEARL + {name}"
+        name = "PEARL" if traits_of(method).drafts_one_by_one else f"PEARL + {name}"
     settings = []
     for setting in split_settings(spec)[1]:
         key, equals, value = setting.partition("=")

@@ -186,9 +186,9 @@ def _settings(name: str) -> list[str]:
         return list(PEERS[name].settings)
     if name == AR:
         return ["dtype", "batch", "target_cpus", "target_stages"]
-    drafter = drafter_class(name)
-    settings = ["k"] * (drafter.branching != "own") + ["verify"] * (not drafter.needs_drawn)
-    settings += ["gamma", "overlap", "draft_cpus", "draft_device"] * drafter.can_run_ahead
+    traits = drafter_class(name).traits
+    settings = ["k"] * (traits.branching != "own") + ["verify"] * (not traits.needs_drawn)
+    settings += ["gamma", "overlap", "draft_cpus", "draft_device"] * traits.can_run_ahead
     settings += ["target_cpus", "target_stages"]
     return ["dtype", "batch", *settings, "lengths", *["tree"] * branches(name), *["draft"] * takes_draft(name)]
 

@@ -47,7 +47,7 @@ def without_drafter(speculation: Speculation) -> Rule:
 
 def with_own_tree(speculation: Speculation) -> Rule:
     """Options ignored with a drafter whose settings fix the size of its drafts."""
-    is_own = drafter_class(speculation.drafter).branching == "own"
+    is_own = drafter_class(speculation.drafter).traits.branching == "own"
     return is_own, "with this drafter, whose own settings say how deep it drafts", ("k",)
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from contextlib import suppress
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from paradraft.models.names import POCKET
 from paradraft.plugins import find_module, module_names, parse_settings
+from paradraft.traits import Serving, Traits
 
 if TYPE_CHECKING:
     from paradraft.core import Drafter
@@ -21,8 +24,6 @@ if TYPE_CHECKING:
 
 GROUP = "paradraft.drafters"
 """Entry point group for drafters of other packages."""
-LABELS = {"autoregressive": "VSD", "pard": "PARD", "ngram": "n-gram"}
-"""Names of drafters in tables and plots; each is accepted in place of the name."""
 DRAFT = "draft"
 """The field of a `Config` that names the draft model; it is set apart from the other settings."""
 
@@ -64,20 +65,43 @@ def takes_draft(drafter: str) -> bool:
 
 def branches(drafter: str) -> bool:
     """Whether a drafter supports trees of a requested shape."""
-    return drafter_class(drafter).branching in ("spine", "tree")
+    return drafter_class(drafter).traits.branching in ("spine", "tree")
+
+
+@cache
+def _all_traits() -> dict[str, Traits]:
+    traits = {}
+    for name in drafter_names():
+        with suppress(ValueError, TypeError, AttributeError):  # another package's faulty module, which may not be used
+            traits[name] = _built(name, find_module(name, __name__, __path__, GROUP)).traits
+    return traits
+
+
+def traits_of(name: str) -> Traits:
+    """The traits of a drafter without settings; the defaults for an unknown name, such as one in an old result."""
+    return _all_traits().get(name, Traits())
+
+
+def serving_of(drafter: str) -> Serving:
+    """How other engines use a drafter's checkpoints; the defaults for an unknown name."""
+    return drafter_class(drafter).serving if split_settings(drafter)[0] in drafter_names() else Serving()
 
 
 def drafter_class(drafter: str) -> type[Drafter]:
     """The return type of a drafter's `build`."""
-    module = drafter_module(drafter)
+    built = _built(drafter, drafter_module(drafter))
+    # A Config may override it, if the class depends on settings.
+    chosen: type[Drafter] = getattr(drafter_config(drafter), "drafter_class", built)
+    return chosen
+
+
+def _built(drafter: str, module: ModuleType) -> type[Drafter]:
     built: type[Drafter] | None = get_type_hints(module.build).get("return")
     if built is None:
         raise ValueError(
             f"drafter {drafter!r}: {module.__name__}.build does not say what it returns: add `-> ` and the class"
         )
-    # A Config may override it, if the class depends on settings.
-    chosen: type[Drafter] = getattr(drafter_config(drafter), "drafter_class", built)
-    return chosen
+    return built
 
 
 def drafter_module(drafter: str) -> ModuleType:
@@ -97,7 +121,8 @@ def split_settings(spec: str) -> tuple[str, list[str]]:
     ('ngram', [])
     """
     name, colon, settings = spec.partition(":")
-    name = next((known for known, label in LABELS.items() if label == name), name)
+    if not re.fullmatch("[a-z0-9_]*", name):  # no module's name; the others are known without loading all drafters
+        name = next((known for known, traits in _all_traits().items() if traits.label == name), name)
     return name, re.split(r":(?=\w+=)", settings) if colon else []
 
 

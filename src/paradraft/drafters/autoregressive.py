@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +32,7 @@ from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
 from paradraft.sampling.sampler import Sampler
 from paradraft.sources.loading import locate
+from paradraft.traits import Serving, Traits
 from paradraft.tree import ABSENT
 from paradraft.verify.match import accepted_path
 
@@ -77,9 +77,10 @@ class AutoregressiveDrafter(ModelDrafter):
     acceptance also the last drafted token, which was never read.
     """
 
-    branching: Literal["chain", "spine"] = "spine"
-    can_run_ahead = True
-    drafts_one_by_one = True
+    traits = Traits(
+        label="VSD", words="an ordinary draft model", branching="spine", can_run_ahead=True, drafts_one_by_one=True
+    )
+    serving = Serving(vllm="draft_model", tensorrt="Draft_Target", role="draft")
 
     def __init__(self, lm: CausalLM) -> None:
         self._pending = PendingTokens(lm)
@@ -154,8 +155,7 @@ class PromptedDrafter(AutoregressiveDrafter):
     pass of a round has no guesses. Drafts are chains.
     """
 
-    branching = "chain"
-    can_run_ahead = False
+    traits = replace(AutoregressiveDrafter.traits, branching="chain", can_run_ahead=False)
 
     def __init__(self, lm: CausalLM, prompts: PromptTokens, size: int) -> None:
         super().__init__(lm)

@@ -31,13 +31,21 @@ from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
 from paradraft.sampling.expansion import expanded
 from paradraft.sources.loading import locate
+from paradraft.traits import Serving, Traits
 from paradraft.tree import ABSENT
 
 
 class EagleDrafter(ModelDrafter):
     """K passes of the layer."""
 
-    branching = "tree"
+    traits = Traits(branching="tree")
+    serving = Serving(
+        vllm="eagle",
+        as_exported=True,
+        refusal="vLLM's EAGLE heads join embedding and state without a bias, are Mistral's layers, and never read the "
+        "first token of a text: train it with for_vllm=true",
+        passes=", one a pass of its layers.",
+    )
 
     def __init__(self, target: CausalLM, head: Head, runtime: Runtime) -> None:
         width = target.model.config.hidden_size
@@ -49,7 +57,7 @@ class EagleDrafter(ModelDrafter):
         )
         super().__init__(self.layers.lm, self.layers)
         self.models = (self.lm,)
-        self.hidden_layers = self.prompt_hidden_layers = self.layers.layers
+        self.hidden_layers = self.layers.layers
 
     def _joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
         return self._join(torch.cat([embeddings.to(states.dtype), states], dim=-1))

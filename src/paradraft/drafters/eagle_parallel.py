@@ -22,10 +22,16 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sources.loading import locate
+from paradraft.traits import INSTEAD, Serving
 
 
 class EagleParallelDrafter(ParallelLayersDrafter):
     """One pass over tokens with their states, and masks."""
+
+    serving = Serving(
+        refusal="vLLM's parallel EAGLE heads are EAGLE-3's, which read embedding and state side by side, each after a "
+        f"norm of its own, and know one mask: {INSTEAD}, or eagle with for_vllm=true"
+    )
 
     def __init__(self, target: CausalLM, head: Head, runtime: Runtime) -> None:
         width = target.model.config.hidden_size

@@ -25,13 +25,18 @@ from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
 from paradraft.sources.loading import locate
+from paradraft.traits import INSTEAD, Serving, Traits
 
 
 class HydraDrafter(ModelDrafter):
     """K heads, evaluated in sequence."""
 
-    branching = "spine"
-    hidden_layers = prompt_hidden_layers = (FINAL_NORM,)
+    traits = Traits(branching="spine")
+    serving = Serving(
+        refusal="vLLM's Medusa heads read the target's state alone, and Hydra's also the tokens before their own: "
+        f"{INSTEAD}"
+    )
+    hidden_layers = (FINAL_NORM,)
 
     def __init__(self, lm: CausalLM, head: Head) -> None:
         self._last = LastStates(lm)

@@ -34,6 +34,7 @@ from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
+from paradraft.traits import Traits
 from paradraft.tree import ABSENT, Tree
 
 SPREAD = 0x9E3779B9
@@ -231,8 +232,9 @@ class LookaheadDrafter(Drafter):
     do not pay at once; `heuristic` cuts them until no column is left to learn from.
     """
 
-    branching = "own"
-    needs_drawn = depends_on_rounds = True
+    traits = Traits(
+        words="n-grams that the target makes ahead", branching="own", needs_drawn=True, depends_on_rounds=True
+    )
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -25,13 +25,15 @@ from paradraft.models.forward import FINAL_NORM
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sources.loading import locate
+from paradraft.traits import Serving, Traits
 
 
 class MedusaDrafter(ModelDrafter):
     """K heads on the state after the target's final norm."""
 
-    branching = "tree"
-    hidden_layers = prompt_hidden_layers = (FINAL_NORM,)
+    traits = Traits(branching="tree")
+    serving = Serving(vllm="medusa", as_exported=True, one_k=True, passes=", each by a head of its own.")
+    hidden_layers = (FINAL_NORM,)
 
     def __init__(self, lm: CausalLM, head: Head) -> None:
         self._last = LastStates(lm)

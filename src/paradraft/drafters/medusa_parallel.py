@@ -17,10 +17,15 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sources.loading import locate
+from paradraft.traits import INSTEAD, Serving
 
 
 class MedusaParallelDrafter(ParallelLayersDrafter):
     """One pass over tokens and masks."""
+
+    serving = Serving(
+        refusal=f"vLLM has no drafter whose layers read masks after tokens and the target's last states: {INSTEAD}"
+    )
 
     def __init__(self, target: CausalLM, head: Head, runtime: Runtime) -> None:
         self._scale = head.setting("embedding_scale", float)

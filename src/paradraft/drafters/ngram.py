@@ -15,6 +15,7 @@ from paradraft import ragged
 from paradraft.core import Draft, TextDrafter
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
+from paradraft.traits import Serving, Traits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,10 @@ class Config:
 
 class NgramDrafter(TextDrafter):
     """Drafts from the committed tokens."""
+
+    traits = Traits(label="n-gram", words="copies earlier text")
+    # By default vLLM matches exactly five tokens, and would draft less than planned.
+    serving = Serving(vllm="ngram", settings={"prompt_lookup_max": "max_ngram"}, options={"prompt_lookup_min": 1})
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -26,6 +26,7 @@ from paradraft.models.target import Target, TargetFacts, gathered
 from paradraft.ragged import upload
 from paradraft.sources.loading import locate
 from paradraft.text.tokenization import text_of
+from paradraft.traits import Serving, Traits
 
 
 class PardDrafter(ModelDrafter):
@@ -37,8 +38,8 @@ class PardDrafter(ModelDrafter):
         previous: corrects the logits by the tokens drafted before, if the model has such a head.
     """
 
-    branching = "tree"
-    can_run_ahead = True
+    traits = Traits(label="PARD", words="a parallel drafter", branching="tree", can_run_ahead=True)
+    serving = Serving(vllm="draft_model", options={"parallel_drafting": True}, tensorrt="PARD", passes=" in one pass.")
 
     def __init__(
         self, lm: CausalLM, mask_id: int, masks: int = 1, *, previous: PreviousTokenHead | None = None

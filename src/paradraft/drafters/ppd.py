@@ -29,6 +29,7 @@ from paradraft.sampling.candidates import Candidates
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling.sparse_tree import StateTree, is_accuracy
 from paradraft.sources.loading import locate
+from paradraft.traits import INSTEAD, Serving, Traits
 from paradraft.tree import Tree
 
 PLANS = "plans.json"
@@ -142,8 +143,8 @@ class PpdDrafter(Drafter):
     first request.
     """
 
-    branching = "own"
-    depends_on_rounds = True
+    traits = Traits(branching="own", depends_on_rounds=True)
+    serving = Serving(refusal=f"vLLM reads no prompt tokens in the target's own pass: {INSTEAD}")
 
     def __init__(self, target: Target, head: Head, config: Config) -> None:
         self.tree, self.max_k = config.tree, config.prompts

@@ -143,7 +143,6 @@ class Engine:
         if speculation.nodes > most:
             raise ValueError(f"a tree of {speculation.nodes} nodes: a pass has room for {most}")
         target.lm.check_hidden_layers(drafter.hidden_layers)
-        target.lm.check_hidden_layers(drafter.prompt_hidden_layers)
         kept_rows = whole_number("kept_rows", kept_rows)
         if kept_rows < 0:
             raise ValueError(f"kept_rows={kept_rows}: use 0 (keep none) or more")

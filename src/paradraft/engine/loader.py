@@ -175,7 +175,7 @@ def drafter_processes(speculation: Speculation, placement: Placement) -> list[Dr
     stages = placement.target_stages
     if stages is None or speculation.gamma is None:
         return []
-    takes_turns = drafter_class(speculation.drafter).drafts_one_by_one and len(stages) > 1
+    takes_turns = drafter_class(speculation.drafter).traits.drafts_one_by_one and len(stages) > 1
     return [
         DrafterProcess(replace(placement, draft_device=stage.device, draft_cpus=stage.cpus))
         for stage in ((stages[-1], stages[0]) if takes_turns else (stages[-1],))

@@ -43,7 +43,7 @@ def fitted(runtime: Runtime, target: str, speculation: Speculation, placement: P
         if identity is not None:
             # The weights' digest is compared when they are read.
             identity.check(TargetIdentity.of(config, reads_weights=False), draft)
-        elif drafter_class(speculation.drafter).can_run_ahead:
+        elif drafter_class(speculation.drafter).traits.can_run_ahead:
             runtime = _fitted_to_draft(runtime, folder, config, draft)
             own_runtime = draft_runtime(draft, runtime)
             loaded.append((draft, replace(own_runtime, device=placement.draft_device or runtime.device)))

@@ -108,8 +108,8 @@ class Speculation:
             if not 2 <= gamma <= MOST_DRAFTED:
                 raise ValueError(f"gamma={gamma}: draft 2 to {MOST_DRAFTED} tokens ahead, or auto")
             object.__setattr__(self, "k", gamma)
-        if not drafter_class(self.drafter).can_run_ahead:
-            able = " or ".join(name for name in drafter_names() if drafter_class(name).can_run_ahead)
+        if not drafter_class(self.drafter).traits.can_run_ahead:
+            able = " or ".join(name for name in drafter_names() if drafter_class(name).traits.can_run_ahead)
             raise ValueError(f"gamma={self.gamma}: drafter {self.drafter!r} cannot draft ahead, use {able}")
         for name, allowed in (("verify", ("match",)), ("lengths", ("fixed", AUTO)), ("tree", (None,))):
             if (value := getattr(self, name)) not in allowed:
@@ -140,19 +140,19 @@ class Speculation:
 
     def check_drafter(self, drafter: Drafter | type[Drafter]) -> None:
         """Raises ValueError if a drafter or drafter class does not support this rule, tree or gamma."""
-        if drafter.needs_drawn and rule_class(self.verify).draws != "noise":
+        if drafter.traits.needs_drawn and rule_class(self.verify).draws != "noise":
             raise ValueError(
                 f"verify={self.verify!r}: this drafter learns from the target's own draws, which the match rule alone "
                 "tells: use verify='match'"
             )
-        if self.gamma is not None and not drafter.can_run_ahead:
+        if self.gamma is not None and not drafter.traits.can_run_ahead:
             raise ValueError(f"gamma={self.gamma}: this drafter cannot draft ahead, leave gamma out")
         if self.tree is None:
             return
-        if drafter.branching == "chain":
+        if drafter.traits.branching == "chain":
             raise ValueError("this drafter drafts chains only: leave the tree out")
         off_spine = [path for path in self.tree.paths or () if any(path[:-1])]
-        if off_spine and drafter.branching == "spine":
+        if off_spine and drafter.traits.branching == "spine":
             raise ValueError(f"tree path {off_spine[0]}: this drafter branches from its best tokens only, remove it")
 
     def settled(self, *, drafts: bool, is_exact: bool) -> Speculation:

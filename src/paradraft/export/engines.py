@@ -13,16 +13,10 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from paradraft.drafters import drafter_settings, split_settings
+from paradraft.drafters import drafter_settings, serving_of, takes_draft
 
 Ranges = list[tuple[int, int, int]]
 """First batch size, last batch size, K."""
-ONE_K = ("medusa",)
-"""Drafters for which vLLM supports only one K for all batch sizes (vllm/v1/spec_decode/medusa.py)."""
-AS_EXPORTED = ("medusa", "eagle")
-"""Drafters whose checkpoint vLLM reads only as `paradraft export` writes it."""
-TENSORRT_TYPES = {"pard": "PARD", "autoregressive": "Draft_Target"}
-"""TensorRT-LLM's `decoding_type` of the drafters whose draft length it can vary."""
 
 
 def ranges(chosen: Mapping[int, int]) -> Ranges:
@@ -49,26 +43,17 @@ def vllm_fixed(k: int, drafter: str, draft: str) -> dict[str, Any] | None:
         k: tokens drafted per round, at every batch size.
         drafter: paradraft's name, with or without settings.
     """
-    name, _ = split_settings(drafter)
-    methods: dict[str, dict[str, Any]] = {
-        "pard": {"method": "draft_model", "model": draft, "parallel_drafting": True},
-        "autoregressive": {"method": "draft_model", "model": draft},
-        "ngram": {"method": "ngram"},
-        "medusa": {"method": "medusa", "model": draft},
-        "eagle": {"method": "eagle", "model": draft},
-    }
-    if not k or name not in methods:
+    serving = serving_of(drafter)
+    if not k or serving.vllm is None:
         return None
-    if name == "ngram":
-        # By default vLLM matches exactly five tokens, and would draft less than planned.
-        longest = drafter_settings(drafter).get("max_ngram")
-        methods[name] |= {"prompt_lookup_max": longest, "prompt_lookup_min": 1}
-    return methods[name] | {"num_speculative_tokens": k}
+    model = {"model": draft} if takes_draft(drafter) else {}
+    settings = {theirs: drafter_settings(drafter)[ours] for theirs, ours in serving.settings.items()}
+    return {"method": serving.vllm, **model, **settings, **serving.options, "num_speculative_tokens": k}
 
 
 def vllm_config(chosen: Mapping[int, int], drafter: str, draft: str) -> dict[str, Any] | None:
-    """As `vllm_fixed`, with a K by batch size; None also for drafters in `ONE_K`."""
-    if split_settings(drafter)[0] in ONE_K:
+    """As `vllm_fixed`, with a K by batch size; None also for drafters with `one_k`."""
+    if serving_of(drafter).one_k:
         return None
     fixed = vllm_fixed(max(chosen.values()), drafter, draft)
     by_size = [list(entry) for entry in ranges(chosen)]
@@ -77,10 +62,10 @@ def vllm_config(chosen: Mapping[int, int], drafter: str, draft: str) -> dict[str
 
 def tensorrt_fixed(k: int, drafter: str, draft: str) -> dict[str, Any] | None:
     """TensorRT-LLM's `speculative_config`; None for k = 0 or if it has no such drafter. See `vllm_fixed`."""
-    name, _ = split_settings(drafter)
-    if not k or name not in TENSORRT_TYPES:
+    kind = serving_of(drafter).tensorrt
+    if not k or kind is None:
         return None
-    return {"decoding_type": TENSORRT_TYPES[name], "max_draft_len": k, "speculative_model": draft}
+    return {"decoding_type": kind, "max_draft_len": k, "speculative_model": draft}
 
 
 def tensorrt_config(chosen: Mapping[int, int], drafter: str, draft: str) -> dict[str, Any] | None:

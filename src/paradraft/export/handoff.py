@@ -17,13 +17,14 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
+from paradraft.drafters import serving_of
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine.engine import Engine
 from paradraft.engine.loader import load_engine
 from paradraft.engine.speculation import Speculation
 from paradraft.export.engines import tensorrt_fixed, vllm_fixed
 from paradraft.export.gguf import FILE, TYPES, check_can_write, write_gguf
-from paradraft.export.heads import ELSEWHERE, INSTEAD, check_head, needs_output_head, write_for_vllm
+from paradraft.export.heads import ELSEWHERE, check_head, needs_output_head, write_for_vllm
 from paradraft.export.vllm import check_name, check_rows_fit
 from paradraft.formats.folder import whole_folder, write_model
 from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
@@ -32,6 +33,7 @@ from paradraft.models.names import POCKET
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
 from paradraft.text.vocabulary import of_one_family, resize, used_rows
+from paradraft.traits import INSTEAD
 
 VLLM, SGLANG, TENSORRT, TRANSFORMERS, GGUF = ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers", "gguf")
 PARALLEL = (VLLM, TENSORRT)
@@ -41,8 +43,6 @@ CARD, TENSORRT_FILE = "README.md", "speculative.yaml"
 
 ON_CPUS = "Its tensor parallel size is the target's. At a temperature above 0, compare on GPUs only."
 OF_ONE_TARGET = "It belongs to this target alone: its weights, not only its shape."
-HOW = {"pard": " in one pass.", "medusa": ", each by a head of its own.", "eagle": ", one a pass of its layers."}
-"""Ends of the card's sentence on drafters that do not draft one token a pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +301,7 @@ def card(done: Handoff, draft: str, target: str) -> str:
         f"tags: [speculative-decoding, {done.drafter}, {done.engine}]", "---", "",
         f"# A draft model for {target}, for {done.engine}", "",
         f"Made of `{draft}` by paradraft {version('paradraft')}. It drafts {done.k} tokens a round"
-        + HOW.get(done.drafter, ", one a pass."), "",
+        + serving_of(done.drafter).passes, "",
         f"```{tag}", done.launch, "```", "",
         *table, "",
         *(f"- {note}" for note in done.notes), "",

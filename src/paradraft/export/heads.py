@@ -21,8 +21,10 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from paradraft.drafters import serving_of
 from paradraft.drafters.parts.draft_layers import mistral_like
 from paradraft.formats.head import BODY, Head, write_head
+from paradraft.traits import INSTEAD
 
 OUTPUT_HEAD = "lm_head.weight"
 """vLLM's name of the output head that all Medusa heads share."""
@@ -33,19 +35,8 @@ LAYERS_KEYS = (
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_parameters",
     "sliding_window", "tie_word_embeddings",
 )  # fmt: skip
-INSTEAD = "serve it with paradraft, or train a PARD drafter"
-REASONS = {
-    "hydra": "vLLM's Medusa heads read the target's state alone, and Hydra's also the tokens before their own: "
-    f"{INSTEAD}",
-    "eagle": "vLLM's EAGLE heads join embedding and state without a bias, are Mistral's layers, and never read the "
-    "first token of a text: train it with for_vllm=true",
-    "eagle_parallel": "vLLM's parallel EAGLE heads are EAGLE-3's, which read embedding and state side by side, each "
-    f"after a norm of its own, and know one mask: {INSTEAD}, or eagle with for_vllm=true",
-    "medusa_parallel": "vLLM has no drafter whose layers read masks after tokens and the target's last states: "
-    f"{INSTEAD}",
-    "ppd": f"vLLM reads no prompt tokens in the target's own pass: {INSTEAD}",
-}
-"""Why vLLM cannot run a drafter, and what to do instead."""
+MEDUSA, EAGLE = "medusa", "eagle"
+"""vLLM's names of its methods."""
 ELSEWHERE = {
     "sglang": "SGLang has no Medusa, and no norms around the layer of its EAGLE",
     "tensorrt-llm": "TensorRT-LLM's PyTorch backend has EAGLE-3, and neither EAGLE nor Medusa",
@@ -57,29 +48,31 @@ ELSEWHERE = {
 
 def check_head(head: Head, k: int) -> None:
     """Raises ValueError if vLLM cannot draft k tokens per round with a drafter on the target's states."""
-    name = str(head.config["model_type"])
-    if name == "medusa":
-        if k > (heads := head.setting("num_heads", int)):
-            raise ValueError(f"k={k}: {head.name!r} has {heads} heads, so it drafts at most as many tokens")
-    elif name != "eagle" or head.config.get("for_vllm") is not True:
-        why = REASONS.get(name, f"vLLM has no drafter {name!r}: {INSTEAD}")
+    name, method = str(head.config["model_type"]), _method(head)
+    if method == MEDUSA and k > (heads := head.setting("num_heads", int)):
+        raise ValueError(f"k={k}: {head.name!r} has {heads} heads, so it drafts at most as many tokens")
+    if method is None or (method == EAGLE and head.config.get("for_vllm") is not True):
+        why = serving_of(name).refusal or f"vLLM has no drafter {name!r}: {INSTEAD}"
         raise ValueError(f"{head.name!r} is of the kind {name}, and {why}")
+
+
+def _method(head: Head) -> str | None:
+    return serving_of(str(head.config["model_type"])).vllm
 
 
 def is_exported(head: Head) -> bool:
     """Whether a checkpoint that `check_head` accepts has everything that vLLM reads."""
-    return LAYERS in head.config if head.config["model_type"] == "eagle" else not needs_output_head(head)
+    return LAYERS in head.config if _method(head) == EAGLE else not needs_output_head(head)
 
 
 def needs_output_head(head: Head) -> bool:
     """Whether vLLM would look for an output head that the checkpoint lacks."""
-    is_medusa = head.config["model_type"] == "medusa"
-    return is_medusa and head.setting("original_lm_head", bool) and OUTPUT_HEAD not in head.weights
+    return _method(head) == MEDUSA and head.setting("original_lm_head", bool) and OUTPUT_HEAD not in head.weights
 
 
 def write_for_vllm(new: Path, head: Head, target: PretrainedConfig, output_head: Tensor | None) -> None:
     """Writes a checkpoint in vLLM's format; `output_head` is the target's, if the checkpoint `needs_output_head`."""
-    if head.config["model_type"] == "eagle":
+    if _method(head) == EAGLE:
         weights = {BODY + name: weight for name, weight in head.weights.items()}
         config = mistral_like(target, head.setting("num_hidden_layers", int)).to_dict()
         layers = {key: config[key] for key in LAYERS_KEYS} | {"architectures": ["EagleMistralForCausalLM"]}

@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from paradraft.drafters import drafter_settings, split_settings
+from paradraft.drafters import drafter_names, drafter_settings, serving_of, split_settings, takes_draft
 from paradraft.engine.speculation import Speculation
-from paradraft.export.engines import AS_EXPORTED, ONE_K, vllm_config, vllm_fixed
-from paradraft.export.heads import check_head, is_exported
+from paradraft.export.engines import vllm_config, vllm_fixed
+from paradraft.export.heads import EAGLE, check_head, is_exported
 from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import declared_mask_id, mask_token_id
 from paradraft.models.names import POCKET, is_shape
@@ -22,8 +22,6 @@ from paradraft.text.vocabulary import of_one_family, used_rows
 
 DEFAULT_PYTHON = Path("build/vllm/bin/python")
 """The Python of the environment that `make vllm` creates."""
-ROLES = {"pard": "pard", "autoregressive": "draft", "medusa": "medusa", "eagle": "eagle"}
-"""The role, as in `locate`, of the draft model of each drafter that vLLM has."""
 NOT_INSTALLED = (
     f"vLLM is not installed: {DEFAULT_PYTHON} does not exist. Run `make vllm`, or name its Python: --vllm-python."
 )
@@ -74,8 +72,10 @@ def speculative_config(
         return None
     if chosen is not None and not max(chosen.values()):
         raise ValueError("no K pays at any batch size of the plan: serve with --drafter none")
-    draft = locate(speculation.draft or POCKET, ROLES[name]) if name in ROLES else ""
-    if chosen is not None and name in ONE_K:
+    serving = serving_of(speculation.drafter)
+    has_model = serving.vllm is not None and takes_draft(name)
+    draft = locate(speculation.draft or POCKET, serving.role or name) if has_model else ""
+    if chosen is not None and serving.one_k:
         raise ValueError(f"vLLM drafts one K with {name} at every batch size: leave the plan out, and give -k")
     config = (
         vllm_fixed(speculation.k, speculation.drafter, draft)
@@ -83,10 +83,9 @@ def speculative_config(
         else vllm_config(chosen, speculation.drafter, draft)
     )
     if config is None:
-        raise ValueError(
-            f"vLLM has no drafter {name!r}: use {', '.join(ROLES)}, ngram or none, or serve with paradraft"
-        )
-    if name in ROLES:
+        able = ", ".join(known for known in drafter_names() if serving_of(known).vllm is not None)
+        raise ValueError(f"vLLM has no drafter {name!r}: use {able} or none, or serve with paradraft")
+    if has_model:
         if any(value is not None for value in drafter_settings(speculation.drafter).values()):
             raise ValueError(
                 f"vLLM knows no settings of {name}: leave out what follows the name in {speculation.drafter!r}"
@@ -99,7 +98,7 @@ def check_draft(name: str, draft: str, target: str, k: int) -> None:
     """Checks that vLLM can draft for a target with a draft model or a drafter on the target's states.
 
     Args:
-        name: of the drafter, one of `ROLES`.
+        name: of the drafter.
 
     Raises:
         ValueError: it cannot: a model has no weights; the draft model names no mask token or several, has another
@@ -109,7 +108,7 @@ def check_draft(name: str, draft: str, target: str, k: int) -> None:
     for model in (draft, target):
         if is_shape(model):
             raise ValueError(f"{model!r} has random weights, and vLLM loads models from disk: name a folder or an id")
-    if name in AS_EXPORTED:
+    if serving_of(name).as_exported:
         _check_head(name, draft, target, k)
     else:
         _check_model(name, draft, target)
@@ -118,7 +117,7 @@ def check_draft(name: str, draft: str, target: str, k: int) -> None:
 
 def check_name(drafter: str, draft: str) -> None:
     """Raises ValueError if vLLM would mistake a draft model for another kind by its folder name or Hugging Face id."""
-    if drafter != "eagle" and (taken := [word for word in TAKEN_NAMES if word in draft.lower()]):
+    if serving_of(drafter).vllm != EAGLE and (taken := [word for word in TAKEN_NAMES if word in draft.lower()]):
         raise ValueError(
             f"{draft!r}: vLLM takes a model with {taken[0]!r} in its name for a head of that kind: give it another name"
         )
@@ -138,7 +137,7 @@ def _check_model(name: str, draft: str, target: str) -> None:
     if is_head(draft):
         raise ValueError(f"{draft!r} is no draft model, it reads the states of its target: name its drafter")
     config, target_config = load_config(draft), load_config(target)
-    if name == "pard":
+    if "parallel_drafting" in serving_of(name).options:
         mask_token_id(config, draft)
         if (masks := getattr(config, "pard_masks", 1)) > 1:
             raise ValueError(f"{draft!r} has {masks} mask tokens, and vLLM knows one: train without distinct_masks")

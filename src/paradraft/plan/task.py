@@ -50,7 +50,7 @@ class PlanTask:
         if drafter == "none":
             raise ValueError("drafter 'none' drafts nothing, so there is nothing to plan")
         self.speculation.check_models(self.target)
-        if drafter_class(drafter).branching == "own":
+        if drafter_class(drafter).traits.branching == "own":
             raise ValueError(f"drafter {drafter!r} drafts as much as its own settings say, so there is no K to plan")
         if self.trees and not branches(drafter):
             raise ValueError(f"drafter {drafter!r} drafts chains only: leave the tree budgets out")

@@ -9,8 +9,7 @@ from paradraft.bench.report.page.page import page
 from paradraft.bench.report.plot import description
 from paradraft.bench.report.summary import notes
 from paradraft.bench.spec import Method
-from paradraft.drafters import LABELS as DRAFTERS
-from paradraft.drafters import takes_draft
+from paradraft.drafters import drafter_names, takes_draft, traits_of
 from paradraft.engine.speculation import Speculation
 from tests.support.bench_result import figures, result
 
@@ -70,6 +69,9 @@ def test_a_method_is_known_by_its_label() -> None:
     for name, label in LABELS.items():
         assert Method.parse(label).name == name
     assert Method.parse("n-gram:max_ngram=3").speculation == Speculation(drafter="ngram:max_ngram=3", lengths="fixed")
-    for name, label in DRAFTERS.items():
+    known = {name: label for name in drafter_names() if (label := traits_of(name).label) is not None}
+    assert known == {"autoregressive": "VSD", "pard": "PARD", "ngram": "n-gram"}
+    for name, label in known.items():
+        assert Method.parse(label).name == name
         assert Speculation(drafter=label).drafter == name
         assert takes_draft(label) == takes_draft(name)

@@ -240,7 +240,7 @@ class SeenLengths(Fixed):
 class SeenDrafter(NoDrafter):
     """Remembers what it was told."""
 
-    hidden_layers, prompt_hidden_layers = (1,), (-1,)
+    hidden_layers = (1,)
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         super().start(drafting, device)
@@ -259,7 +259,7 @@ def test_all_parts_of_a_batch_are_told_what_it_is_for() -> None:
     batch.join(list(map(Generation, requests([[1, 2], [3]], limits=9))))
     drafting = Drafting(rule="rejection", draws="numbers", tree=tree, wants_confidence=True)
     assert drafter.started == (drafting, CPU)
-    assert drafter.joined == ([[1, 2], [3]], [[1, 2], [3, ABSENT]], [-1])
+    assert drafter.joined == ([[1, 2], [3]], [[1, 2], [3, ABSENT]], [1])
     assert lengths.started == (tree, False)
     assert batch.sampler.draws == "numbers"
     assert batch.target._hidden_layers == (1,)

@@ -150,6 +150,6 @@ def test_trees_are_refused(family: Path) -> None:
     """Guards a tree that would silently be a chain, and plans of trees; before anything is loaded."""
     drafter = f"autoregressive{with_prompts(family)}"
     assert branches("autoregressive") and not branches(drafter)
-    assert drafter_class("autoregressive").can_run_ahead and not drafter_class(drafter).can_run_ahead
+    assert drafter_class("autoregressive").traits.can_run_ahead and not drafter_class(drafter).traits.can_run_ahead
     with pytest.raises(ValueError, match="chains only"):
         loaded(family, with_prompts(family), tree=Tree(budget=8))

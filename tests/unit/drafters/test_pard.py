@@ -167,7 +167,10 @@ def test_side_branches_have_branches_where_the_drafter_knows_what_follows(build:
     parents = draft.parents[0].tolist()
     firsts = [node for node, parent in enumerate(parents) if parent == ABSENT]
     assert len(parents) == 40
-    assert {parent in firsts[1:] for parent in parents if parent != ABSENT} == {False, drafter.branching == "tree"}
+    assert {parent in firsts[1:] for parent in parents if parent != ABSENT} == {
+        False,
+        drafter.traits.branching == "tree",
+    }
 
 
 @pytest.mark.parametrize("masks", [1, 3])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paradraft.bench.labels import full_paths, labels
 from paradraft.bench.report.summary import title_of
 from paradraft.bench.result_file import has_faster_baselines, mark
+from paradraft.drafters import traits_of
 from paradraft.files import write_output
 
 if TYPE_CHECKING:
@@ -28,12 +29,8 @@ WORDS = {
     "hf-assisted": "assisted: assisted generation of transformers",
     "hf-prompt-lookup": "lookup: prompt lookup of transformers",
     "ar": "AR+: ours without a drafter",
-    "autoregressive": "VSD: an ordinary draft model",
-    "pard": "PARD: a parallel drafter",
-    "ngram": "n-gram: copies earlier text",
-    "lookahead": "lookahead: n-grams that the target makes ahead",
 }
-"""Explanations of the labels of methods."""
+"""Explanations of the labels of methods that are no drafters."""
 
 
 def plot(result: dict[str, Any], file: Path) -> None:
@@ -76,7 +73,9 @@ def draw(result: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(10, above + below * bool(lanes)), layout="constrained")
     figure.suptitle(textwrap.fill(title_of(result), TITLE_CHARACTERS), fontsize=13, fontweight="bold")
     names = {entry["method"] for entry in methods.values()}
-    words = " · ".join(text for name, text in WORDS.items() if name in names)
+    drafters = {name: traits_of(name) for name in sorted(names)}
+    explained = [f"{traits.label or name}: {traits.words}" for name, traits in drafters.items() if traits.words]
+    words = " · ".join([*(text for name, text in WORDS.items() if name in names), *explained])
     words += " · PEARL: drafts while the target verifies" * any(entry.get("gamma") for entry in methods.values())
     small = [line for text in (_conditions(result), words, *full_paths(methods)) for line in textwrap.wrap(text, 165)]
     figure.supxlabel("\n".join(small), fontsize=7.5, color=SOFT)

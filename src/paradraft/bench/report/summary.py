@@ -15,6 +15,7 @@ from paradraft.bench.result_file import has_faster_baselines, mark, without_base
 from paradraft.bench.spec import AR
 from paradraft.bench.steadiness import unsteady_runs
 from paradraft.data.prompt_source import counted
+from paradraft.drafters import traits_of
 from paradraft.files import write_output
 from paradraft.models.names import short_name
 from paradraft.models.runtime import QUANTIZED
@@ -143,7 +144,7 @@ def legend(summary: Summary) -> str:
     words = {
         f"{', '.join(peers)}: generate of transformers": bool(peers),
         "AR+: ours, no drafter" + (f" ({', '.join(marks)})" if marks else ""): AR in kinds,
-        "VSD: ordinary draft model": "autoregressive" in kinds,
+        **{f"{each.label}: ordinary draft model": True for each in map(traits_of, kinds) if each.drafts_one_by_one},
         "PEARL: drafts ahead": has("gamma"),
         "k: tokens drafted per round": any(":k=" in spec for spec in summary),
         "len: tokens per target pass, 1-32: of the first 32": has("acceptance_length"),

@@ -14,7 +14,7 @@ from paradraft.cli import options
 from paradraft.cli.importing import importing
 from paradraft.cli.json_output import JsonOutput, json_option
 from paradraft.cli.terminal import console, news
-from paradraft.drafters import split_settings
+from paradraft.drafters import drafter_class
 from paradraft.engine.speculation import Speculation
 from paradraft.files import check_outputs
 from paradraft.models.names import POCKET, short_name
@@ -110,6 +110,7 @@ def plan(
         from paradraft.bench.result_file import read_result_file
         from paradraft.bench.setup import held_out_prompts, source_of
         from paradraft.data.prompt_source import counted
+        from paradraft.drafters.ppd import PpdDrafter
         from paradraft.export.engines import lines
         from paradraft.plan.acceptance import PARTS, arguments_of
         from paradraft.plan.plan import DRAFT, run_plan
@@ -130,7 +131,7 @@ def plan(
     check_outputs(output.file, plot_file)
     options.check_png(plot_file)
     budgets = None if tree_budgets is None else numbers_of("--tree-budget", tree_budgets)
-    if split_settings(speculation.drafter)[0] == "ppd":
+    if issubclass(drafter_class(speculation.drafter), PpdDrafter):
         unusable = {"--acceptance": acceptance, "--k": k, "--batch-size": batch_sizes, "--plot": plot_file}
         for option, value in unusable.items():
             if value is not None:

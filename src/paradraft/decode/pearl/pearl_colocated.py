@@ -19,12 +19,13 @@ from torch import Tensor
 from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.ragged import from_lists, to_lists
+from paradraft.traits import Traits
 
 
 class CoLocatedDrafter(Drafter):
     """Two copies of a drafter, on the target's last and first device; the second continues the draft of the first."""
 
-    can_run_ahead = True
+    traits = Traits(can_run_ahead=True)
 
     def __init__(self, first: Drafter, second: Drafter) -> None:
         self.copies = (first, second)

@@ -37,6 +37,7 @@ from paradraft.models.runtime import Runtime
 from paradraft.models.target import TargetFacts
 from paradraft.placement import Placement, on_cpus
 from paradraft.ragged import from_lists, to_lists
+from paradraft.traits import Traits
 
 WORKER = "import sys; sys.path.append(sys.argv[2]); from paradraft.decode.pearl.drafter_process import main; main()"
 """The package's folder comes last in `sys.path`, so that it hides no module of Python's."""
@@ -210,7 +211,7 @@ def _end(channel: Channel, process: subprocess.Popen[bytes] | None, owner: int) 
 class RemoteDrafter(Drafter):
     """Proxy of a drafter in another process; see `DrafterProcess.load`."""
 
-    can_run_ahead = True
+    traits = Traits(can_run_ahead=True)
 
     def __init__(self, process: DrafterProcess, setup: Setup) -> None:
         self._process = process

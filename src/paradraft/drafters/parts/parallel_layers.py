@@ -17,6 +17,7 @@ from paradraft.drafters.parts.previous_token import Correction, previous_token_h
 from paradraft.formats.head import Head
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
+from paradraft.traits import Traits
 
 
 class ParallelLayersDrafter(ModelDrafter):
@@ -26,13 +27,13 @@ class ParallelLayersDrafter(ModelDrafter):
         layers: target layers whose states are read.
     """
 
-    branching = "tree"
+    traits = Traits(branching="tree")
 
     def __init__(self, target: CausalLM, head: Head, runtime: Runtime, *, layers: Sequence[int]) -> None:
         self._layers = DraftLayers(target, head, runtime, layers=layers, joined=self.joined)
         super().__init__(self._layers.lm, self._layers)
         self.models = (self.lm,)
-        self.hidden_layers = self.prompt_hidden_layers = self._layers.layers
+        self.hidden_layers = self._layers.layers
         self._target, self._masks = target, Masks(head, target.device)
         self.max_k = self._masks.max_k
         has_head = "previous_token_rank" in head.config

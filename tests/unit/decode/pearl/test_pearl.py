@@ -28,6 +28,7 @@ from paradraft.parents import texts_before
 from paradraft.ragged import from_lists
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
+from paradraft.traits import Traits
 from paradraft.tree import ABSENT, Tree
 from paradraft.verify import match
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
@@ -146,7 +147,7 @@ def test_draft_model_passes() -> None:
 class Scripted(TextDrafter):
     """Goes on as the first of some texts that begins with what it has read."""
 
-    can_run_ahead = True
+    traits = Traits(can_run_ahead=True)
 
     def __init__(self, script: list[list[int]]) -> None:
         self.script = script

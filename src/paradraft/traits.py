@@ -1,0 +1,62 @@
+"""What a drafter's class says of it before it is built: how it drafts, and how serving engines use its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+INSTEAD = "serve it with paradraft, or train a PARD drafter"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """How a drafter drafts, and its name in reports.
+
+    Args:
+        label: its name in tables and plots, which is accepted in place of the name; None is the name.
+        words: explanation of the label in plots.
+        branching: chains, trees that branch only along the best path, any trees, or trees whose shape the drafter
+            decides.
+        needs_drawn: whether it learns from `Committed.drawn`. Then it supports the match rule only, and
+            `depends_on_rounds`.
+        depends_on_rounds: whether its drafts also depend on how the committed tokens were split into rounds; on nothing
+            else.
+        can_run_ahead: whether it can propose before the verdict on its last draft (PEARL).
+        drafts_one_by_one: whether it runs one pass per drafted token, so that half a draft takes half the time.
+    """
+
+    label: str | None = None
+    words: str | None = None
+    branching: Literal["chain", "spine", "tree", "own"] = "chain"
+    needs_drawn: bool = False
+    depends_on_rounds: bool = False
+    can_run_ahead: bool = False
+    drafts_one_by_one: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """How other engines draft with a drafter's checkpoints; by default none can.
+
+    Args:
+        vllm: the `method` of vLLM's `--speculative-config`; None if vLLM has no such drafter.
+        options: further entries of this config.
+        settings: entries that are settings of the drafter, by their names in vLLM.
+        as_exported: whether vLLM reads the checkpoint only as `paradraft export` writes it.
+        one_k: whether vLLM drafts one K at every batch size.
+        refusal: why vLLM cannot load a checkpoint, and what to do instead; None for a drafter of another kind.
+        tensorrt: the `decoding_type` of TensorRT-LLM, which can then vary the draft length; None without one.
+        passes: how an engine drafts with it, after "It drafts K tokens a round".
+        role: of the shipped draft model, as in `paradraft.sources.loading.locate`; None is the drafter's name.
+    """
+
+    vllm: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    as_exported: bool = False
+    one_k: bool = False
+    refusal: str | None = None
+    tensorrt: str | None = None
+    passes: str = ", one a pass."
+    role: str | None = None
