@@ -70,9 +70,9 @@ def test_a_wrong_number_is_in_the_complaint(paradraft: Paradraft, option: str, v
 def test_the_list_of_commands_says_what_their_help_says() -> None:
     """Guards the list, for which no command is imported."""
     found = typer.main.get_command(app)
-    for name, place in COMMANDS.items():
+    for name, help_text in COMMANDS.items():
         told = " ".join(found.get_command(None, name).help.split())
-        assert told.startswith(place.help.removesuffix(".")), f"{name} begins its help otherwise"
+        assert told.startswith(help_text.removesuffix(".")), f"{name} begins its help otherwise"
 
 
 def test_the_version(paradraft: Paradraft) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
@@ -16,38 +15,24 @@ from paradraft.cli.sections import SectionedCommand
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommandSource:
-    """Module and function of a command in this package, and the first sentence of its help."""
-
-    module: str
-    function: str
-    help: str
-
-
 COMMANDS = {
-    "generate": CommandSource(module="generate", function="generate", help="Answer prompts."),
-    "chat": CommandSource(module="chat", function="chat", help="Talk with a model."),
-    "serve": CommandSource(module="serve", function="serve", help="Answer requests over HTTP, as OpenAI's servers do."),
-    "init-draft": CommandSource(
-        module="init_draft", function="init_draft", help="Make a draft to train for a target that has no small sibling."
-    ),
-    "regenerate": CommandSource(
-        module="regenerate",
-        function="regenerate",
-        help="Let the target answer prompts: what its drafter is trained on.",
-    ),
-    "train": CommandSource(module="train", function="train_drafter", help="Train a drafter from a recipe."),
-    "bench": CommandSource(module="bench", function="bench", help="Compare methods on the same prompts, interleaved."),
-    "report": CommandSource(module="report", function="report", help="Show a result of paradraft bench again."),
-    "plan": CommandSource(module="plan", function="plan", help="Choose how many tokens to draft at each batch size."),
-    "simulate": CommandSource(module="simulate", function="simulate", help="Predict speeds from the times of passes."),
-    "export": CommandSource(
-        module="export", function="export", help="Write a drafter as an engine that serves loads it."
-    ),
-    "audit": CommandSource(module="audit", function="audit", help="Check that a drafter changes nothing."),
+    "generate": "Answer prompts.",
+    "chat": "Talk with a model.",
+    "serve": "Answer requests over HTTP, as OpenAI's servers do.",
+    "init-draft": "Make a draft to train for a target that has no small sibling.",
+    "regenerate": "Let the target answer prompts: what its drafter is trained on.",
+    "train": "Train a drafter from a recipe.",
+    "bench": "Compare methods on the same prompts, interleaved.",
+    "report": "Show a result of paradraft bench again.",
+    "plan": "Choose how many tokens to draft at each batch size.",
+    "simulate": "Predict speeds from the times of passes.",
+    "export": "Write a drafter as an engine that serves loads it.",
+    "audit": "Check that a drafter changes nothing.",
 }
-"""In the order of the help."""
+"""First sentence of each command's help, in the order of the help.
+
+A command is the function of its name, in the module of its name in `paradraft.cli.commands`, with underscores.
+"""
 
 
 class Commands(TyperGroup):
@@ -67,17 +52,18 @@ class Commands(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Imports a command; None if unknown."""
-        if cmd_name not in self.commands and (source := COMMANDS.get(cmd_name)) is not None:
-            module = import_module(f"paradraft.cli.commands.{source.module}")
+        if cmd_name not in self.commands and cmd_name in COMMANDS:
+            name = cmd_name.replace("-", "_")
+            module = import_module(f"paradraft.cli.commands.{name}")
             alone = new_app()
-            alone.command(cmd_name, cls=SectionedCommand, context_settings=HELP)(getattr(module, source.function))
+            alone.command(cmd_name, cls=SectionedCommand, context_settings=HELP)(getattr(module, name))
             self.add_command(typer.main.get_command(alone), cmd_name)
         return self.commands.get(cmd_name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Writes the list of commands without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, source.help) for name, source in COMMANDS.items()])
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 def new_app(**settings: Any) -> typer.Typer:

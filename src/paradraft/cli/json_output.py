@@ -7,18 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import typer
-
+from paradraft.cli.options import option
 from paradraft.cli.sections import RESULTS
 
 
 def json_option(content: str) -> Any:
     """Option `--json`; `content` names what the file holds."""
-    return typer.Option(
-        "--json",
-        rich_help_panel=RESULTS,
-        help=f"Write {content} to this file; - prints the summary, on a terminal too.",
-    )
+    return option(f"Write {content} to this file; - prints the summary, on a terminal too.", "--json", section=RESULTS)
 
 
 class JsonOutput:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from paradraft.cli import options
+from paradraft.cli.ignored import given
 from paradraft.cli.sections import SAMPLING
 from paradraft.sampling_params import Sampling
 
@@ -20,13 +21,12 @@ if TYPE_CHECKING:
 Choice = Literal["auto", "none"]
 GenerationConfig = Annotated[
     Choice,
-    typer.Option(
-        "--generation-config",
-        rich_help_panel=SAMPLING,
-        help="auto: settings of sampling that are not given are those of the model's generation_config.json, or of its "
+    options.option(
+        "auto: settings of sampling that are not given are those of the model's generation_config.json, or of its "
         "GGUF file; none: the model's are not looked at.",
+        "--generation-config", section=SAMPLING,
     ),
-]
+]  # fmt: skip
 SEED_BITS = 32
 UNSAID = options.Offer(
     defaults=dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")),
@@ -65,7 +65,7 @@ def asked_by(target: Target, name: str, choice: Choice) -> Mapping[str, float]:
 def completed(context: typer.Context, sampling: Sampling, defaults: Mapping[str, float]) -> Sampling:
     """Fills in options that were not set: from `defaults`, and a random seed."""
     values: dict[str, Any] = {"seed": secrets.randbits(SEED_BITS), **defaults}
-    return replace(sampling, **{name: value for name, value in values.items() if not options.given(context, (name,))})
+    return replace(sampling, **{name: value for name, value in values.items() if not given(context, (name,))})
 
 
 def in_words(sampling: Sampling) -> str:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.cli import options
 from paradraft.cli.terminal import console
+from paradraft.cli.values import key_in
 from paradraft.engine.speculation import Speculation
 from paradraft.export.handoff import VLLM
 from paradraft.export.vllm import DEFAULT_PYTHON, NOT_INSTALLED, installed_python, speculative_config
 from paradraft.formats.pard import declared_mask_id
-from paradraft.models.runtime import Runtime
-from paradraft.sampling_params import Sampling
 from paradraft.serve.vllm import VllmServer
 from paradraft.sources.loading import (
     load_config,
@@ -34,6 +32,8 @@ if TYPE_CHECKING:
     from paradraft.audit.server.draft_causes import DraftComparison, DraftModel
     from paradraft.audit.server.endpoint import AuditedServer
     from paradraft.audit.server.served import ServedReport
+    from paradraft.audit.server.tables import Reference
+    from paradraft.cli.commands.audit import AuditArgs
 
 SERVED_NAME = "target"
 """Model name of an engine that is started here."""
@@ -41,197 +41,156 @@ MOST_SHOWN = 20
 """Most positions listed at which the reference prefers another token."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AuditSettings:
-    """Settings of both audits.
-
-    Args:
-        prompts: a prompt file; None for the pocket family's.
-        num_prompts: None for `options.FEW`, or all if there are fewer.
-        seeds: sampled answers per prompt.
-    """
-
-    target: str
-    prompts: Path | None
-    num_prompts: int | None
-    seeds: int
-    max_new_tokens: int
-    sampling: Sampling
-    runtime: Runtime
+SERVER = (
+    "endpoint", "model", "api_key_env", "engine", "vllm_python", "reference_endpoint", "reference_model",
+    "reference_api_key_env",
+)  # fmt: skip
+"""Options of server audits in their JSON."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """The audited server and its reference.
-
-    Args:
-        draft: folder of the server's draft model; None does not audit drafting.
-        is_k_given: whether the server drafts k tokens; else at most k, and the most accepted in a round count.
-        endpoint: URL of the server, up to `/v1`; None starts an engine.
-        model: name of the target on the server.
-        reference_endpoint: URL of a server to compare with; None loads the target here.
-        reference_model: name of the target on the reference; None for `model`.
-    """
-
-    draft: str | None
-    k: int
-    is_k_given: bool
-    endpoint: str | None
-    model: str | None
-    api_key_env: str | None
-    engine: str | None
-    vllm_python: Path | None
-    reference_endpoint: str | None
-    reference_model: str | None
-    reference_api_key_env: str | None
-
-    def __post_init__(self) -> None:
-        if self.endpoint is not None and self.engine is not None:
-            raise ValueError("give either --endpoint or --engine")
-        if self.engine not in (None, VLLM):
-            raise ValueError(f"--engine {self.engine}: use vllm, or name the address of a server by --endpoint")
-        if self.endpoint is not None and self.model is None:
-            raise ValueError("--endpoint: name the model that it serves by --model")
-        if self.engine is not None and (self.model or self.api_key_env):
-            raise ValueError("--model and --api-key-env are for --endpoint: what is started here needs neither")
-        if self.engine is not None and self.draft is None:
-            raise ValueError("--engine: name the folder that it drafts with, as in `paradraft audit OUT --engine vllm`")
-        is_same = self.reference_endpoint == self.endpoint and self.reference_model in (None, self.model)
-        if self.endpoint is not None and is_same:
-            raise ValueError(f"--reference-endpoint {self.endpoint}: a server cannot be its own reference")
-        if self.reference_endpoint is None and (self.reference_model or self.reference_api_key_env):
-            raise ValueError("--reference-model and --reference-api-key-env need --reference-endpoint")
-
-
-def audit_served(common: AuditSettings, served: ServerSettings) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
-    """Audits a server; returns the report as lines and as JSON, and the settings."""
-    from paradraft.data.prompts import first_prompts
-    from paradraft.text.generation_config import end_ids
-
-    temperature = common.sampling.temperature or 1.0
-    if served.reference_endpoint is not None and common.seeds and temperature != 1.0:
+def check(args: AuditArgs) -> None:
+    """Raises ValueError for options that conflict."""
+    if args.endpoint is not None and args.engine is not None:
+        raise ValueError("give either --endpoint or --engine")
+    if args.engine not in (None, VLLM):
+        raise ValueError(f"--engine {args.engine}: use vllm, or name the address of a server by --endpoint")
+    if args.endpoint is not None and args.model is None:
+        raise ValueError("--endpoint: name the model that it serves by --model")
+    if args.engine is not None and (args.model or args.api_key_env):
+        raise ValueError("--model and --api-key-env are for --endpoint: what is started here needs neither")
+    if args.engine is not None and args.draft_folder is None:
+        raise ValueError("--engine: name the folder that it drafts with, as in `paradraft audit OUT --engine vllm`")
+    is_same = args.reference_endpoint == args.endpoint and args.reference_model in (None, args.model)
+    if args.endpoint is not None and is_same:
+        raise ValueError(f"--reference-endpoint {args.endpoint}: a server cannot be its own reference")
+    if args.reference_endpoint is None and (args.reference_model or args.reference_api_key_env):
+        raise ValueError("--reference-model and --reference-api-key-env need --reference-endpoint")
+    temperature = args.sampling.temperature or 1.0
+    if args.reference_endpoint is not None and args.seeds and temperature != 1.0:
         raise ValueError(
             f"--temperature {temperature:g}: a reference server tells probabilities at temperature 1, leave it out, or "
             "compare with the target's weights here"
         )
-    records = first_prompts(common.prompts or pocket_folder("prompts.jsonl"), common.num_prompts, options.FEW)
-    questions = [record["prompt"] if "prompt" in record else record["messages"] for record in records]
-    folder = locate(common.target, "target")
-    tokenizer = tokenizer_for(folder, common.runtime.tokenizer)
-    ends = frozenset(end_ids(load_generation_config(folder), common.target))
-    rows = load_config(folder).get_text_config().vocab_size
-    draft = None if served.draft is None else _draft_model(served, common.runtime, tokenizer, ends)
-    with console(stderr=True).status("preparing") as status, _address(served, common, status.update) as (url, model):
-        report = _audited(
-            _endpoint(url, model, served.api_key_env, "--api-key-env", tokenizer, ends, rows), common, served,
-            questions, draft, status.update,
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """What the tokens of a target mean: its tokenizer, end tokens and rows."""
+
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: frozenset[int]
+    rows: int
+
+    def server(self, url: str, model: str, key_env: str | None, option: str) -> AuditedServer:
+        """Client of a server that answers; `option` names the variable of its key."""
+        from paradraft.audit.server.endpoint import AuditedServer
+
+        server = AuditedServer(
+            url=url, model=model, tokenizer=self.tokenizer, end_ids=self.end_ids, rows=self.rows,
+            api_key=key_in(key_env, option),
         )  # fmt: skip
-    settings = {key: value for key, value in asdict(served).items() if value is not None}
-    settings = (
-        settings
-        | {"num_prompts": len(questions)}
-        | ({} if served.vllm_python is None else {"vllm_python": str(served.vllm_python)})
+        server.check()
+        return server
+
+
+def audit_served(args: AuditArgs, *, is_k_given: bool) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+    """Audits a server; returns the report as lines and as JSON, and the settings.
+
+    Args:
+        is_k_given: whether the server drafts k tokens; else at most k, and the most accepted in a round count.
+    """
+    from paradraft.audit.server.endpoint_audit import audit_endpoint
+    from paradraft.data.prompts import first_prompts
+    from paradraft.text.generation_config import end_ids
+
+    check(args)
+    records = first_prompts(args.prompts or pocket_folder("prompts.jsonl"), args.num_prompts, options.FEW)
+    questions = [record["prompt"] if "prompt" in record else record["messages"] for record in records]
+    folder = locate(args.target, "target")
+    vocabulary = Vocabulary(
+        tokenizer=tokenizer_for(folder, args.runtime.tokenizer),
+        end_ids=frozenset(end_ids(load_generation_config(folder), args.target)),
+        rows=load_config(folder).get_text_config().vocab_size,
     )
-    return findings(report, tokenizer), report.as_json(), settings
+    draft = draft_tokenizer = None
+    if args.draft_folder is not None:
+        draft = _draft_model(args, args.draft_folder, vocabulary, is_k_given)
+        draft_tokenizer = load_tokenizer(locate(args.draft_folder, "pard"))
+    with console(stderr=True).status("preparing") as status, _address(args, status.update) as (url, model):
+        server = vocabulary.server(url, model, args.api_key_env, "--api-key-env")
+        report = audit_endpoint(
+            server, _reference(args, server, vocabulary, questions, status.update), questions, samples=args.seeds,
+            max_new_tokens=args.max_new_tokens, temperature=args.sampling.temperature or 1.0, seed=args.sampling.seed,
+            draft=draft, draft_tokenizer=draft_tokenizer, report=status.update,
+        )  # fmt: skip
+    settings = {
+        "draft": args.draft_folder, "k": args.speculation.k, "is_k_given": is_k_given,
+        **{name: getattr(args, name) for name in SERVER}, "num_prompts": len(questions),
+    } | ({} if args.vllm_python is None else {"vllm_python": str(args.vllm_python)})  # fmt: skip
+    settings = {name: value for name, value in settings.items() if value is not None}
+    return findings(report, vocabulary.tokenizer), report.as_json(), settings
 
 
 @contextmanager
-def _address(served: ServerSettings, common: AuditSettings, report: Callable[[str], None]) -> Iterator[tuple[str, str]]:
+def _address(args: AuditArgs, report: Callable[[str], None]) -> Iterator[tuple[str, str]]:
     """URL of the server and its model name; starts an engine if there is no endpoint."""
-    if served.endpoint is not None and served.model is not None:
-        yield served.endpoint, served.model
+    if args.endpoint is not None and args.model is not None:
+        yield args.endpoint, args.model
         return
     from paradraft.serve.address import bound, url_of
 
-    assert served.draft is not None
-    if installed_python(served.vllm_python) is None:
+    assert args.draft_folder is not None
+    if installed_python(args.vllm_python) is None:
         raise ValueError(NOT_INSTALLED)
-    folder, draft = locate(common.target, "target"), locate(served.draft, "pard")
+    folder, draft = locate(args.target, "target"), locate(args.draft_folder, "pard")
     is_parallel = declared_mask_id(load_config(draft)) is not None
-    speculation = Speculation(drafter="pard" if is_parallel else "autoregressive", draft=draft, k=served.k)
+    speculation = Speculation(drafter="pard" if is_parallel else "autoregressive", draft=draft, k=args.speculation.k)
     speculative = speculative_config(speculation, folder)
     with closing(bound("127.0.0.1", 0)) as free:
         url = url_of(free)
     settings = {
         "--host": "127.0.0.1", "--port": url.rpartition(":")[2], "--served-model-name": SERVED_NAME,
-        "--dtype": common.runtime.dtype, "--max-num-seqs": 4,
+        "--dtype": args.runtime.dtype, "--max-num-seqs": 4,
     }  # fmt: skip
     server = VllmServer(
-        python=served.vllm_python or DEFAULT_PYTHON,
+        python=args.vllm_python or DEFAULT_PYTHON,
         target=folder,
         speculative=speculative,
         options=settings,
         eager=True,
     )
-    name = server.check(common.runtime.device)
+    name = server.check(args.runtime.device)
     report(f"starting {name}")
     with server.running(url):
         yield f"{url}/v1", SERVED_NAME
 
 
-def _audited(
-    endpoint: AuditedServer,
-    common: AuditSettings,
-    served: ServerSettings,
+def _reference(
+    args: AuditArgs,
+    server: AuditedServer,
+    vocabulary: Vocabulary,
     prompts: list[str | list[Message]],
-    draft: DraftModel | None,
     report: Callable[[str], None],
-) -> ServedReport:
-    from paradraft.audit.server.endpoint_audit import audit_endpoint
+) -> Reference:
+    """The other server, or the target, loaded here."""
     from paradraft.audit.server.prompt_causes import expected_ids
-    from paradraft.audit.server.tables import ModelReference, Reference, ServerReference
+    from paradraft.audit.server.tables import ModelReference, ServerReference
     from paradraft.engine.request import requests_of
     from paradraft.sampling_params import GREEDY
     from paradraft.sources.target_loading import load_target
 
-    reference: Reference
-    if served.reference_endpoint is not None:
-        model = served.reference_model or endpoint.model
-        option = "--reference-api-key-env"
-        other = _endpoint(
-            served.reference_endpoint,
-            model,
-            served.reference_api_key_env,
-            option,
-            endpoint.tokenizer,
-            endpoint.end_ids,
-            endpoint.rows,
-        )
-        reference = ServerReference(endpoint=other)
-    else:
-        report("loading the target, which the answers are compared with")
-        target = load_target(common.target, common.runtime)
-        rows = [expected_ids(prompt, endpoint.tokenizer) for prompt in prompts]
-        requests_of(target, rows, common.max_new_tokens, GREEDY)  # raises ValueError
-        reference = ModelReference(target.lm)
-    return audit_endpoint(
-        endpoint, reference, prompts, samples=common.seeds, max_new_tokens=common.max_new_tokens,
-        temperature=common.sampling.temperature or 1.0, seed=common.sampling.seed, draft=draft,
-        draft_tokenizer=None if served.draft is None else load_tokenizer(locate(served.draft, "pard")), report=report,
-    )  # fmt: skip
+    if args.reference_endpoint is not None:
+        model, key_env = args.reference_model or server.model, args.reference_api_key_env
+        other = vocabulary.server(args.reference_endpoint, model, key_env, "--reference-api-key-env")
+        return ServerReference(endpoint=other)
+    report("loading the target, which the answers are compared with")
+    target = load_target(args.target, args.runtime)
+    rows = [expected_ids(prompt, vocabulary.tokenizer) for prompt in prompts]
+    requests_of(target, rows, args.max_new_tokens, GREEDY)  # raises ValueError
+    return ModelReference(target.lm)
 
 
-def _endpoint(
-    url: str,
-    model: str,
-    key_env: str | None,
-    option: str,
-    tokenizer: PreTrainedTokenizerBase,
-    ends: frozenset[int],
-    rows: int,
-) -> AuditedServer:
-    """Client of a server that answers."""
-    from paradraft.audit.server.endpoint import AuditedServer
-
-    key = options.key_in(key_env, option)
-    endpoint = AuditedServer(url=url, model=model, tokenizer=tokenizer, end_ids=ends, rows=rows, api_key=key)
-    endpoint.check()
-    return endpoint
-
-
-def _draft_model(
-    served: ServerSettings, runtime: Runtime, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
-) -> DraftModel:
+def _draft_model(args: AuditArgs, draft: str, vocabulary: Vocabulary, is_k_given: bool) -> DraftModel:
     """Loads the server's draft model; raises ValueError for a head that reads the target's hidden states."""
     from paradraft.audit.server.draft_causes import DraftModel, special_ids
     from paradraft.drafters.parts.draft_loading import draft_runtime
@@ -240,25 +199,22 @@ def _draft_model(
     from paradraft.sources.loading import load_model
     from paradraft.text.vocabulary import of_one_family, used_rows
 
-    assert served.draft is not None
-    folder = locate(served.draft, "pard")
+    tokenizer = vocabulary.tokenizer
+    folder = locate(draft, "pard")
     if is_head(folder):
-        raise ValueError(
-            f"{served.draft!r} reads its target's states, and what it drafts is not compared: leave it out"
-        )
+        raise ValueError(f"{draft!r} reads its target's states, and what it drafts is not compared: leave it out")
     config = load_config(folder)
     if hasattr(config, RANK):
         raise ValueError(
-            f"{served.draft!r} has a head that engines do not read: name the folder that `paradraft export` has written"
+            f"{draft!r} has a head that engines do not read: name the folder that `paradraft export` has written"
         )
     if not of_one_family(tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()):
-        raise ValueError(f"{served.draft!r} has another vocabulary than the target: no engine drafts with it")
-    mask_id = None if declared_mask_id(config) is None else mask_token_id(config, served.draft)
+        raise ValueError(f"{draft!r} has another vocabulary than the target: no engine drafts with it")
+    mask_id = None if declared_mask_id(config) is None else mask_token_id(config, draft)
     return DraftModel(
-        model=load_model(folder, draft_runtime(folder, runtime)), k=served.k, mask_id=mask_id,
-        known_ids=used_rows(tokenizer), special=special_ids(tokenizer, ends),
-        training_rows=getattr(config, TRAINED_LENGTH, None),
-        is_k_known=served.is_k_given or served.engine is not None,
+        model=load_model(folder, draft_runtime(folder, args.runtime)), k=args.speculation.k, mask_id=mask_id,
+        known_ids=used_rows(tokenizer), special=special_ids(tokenizer, vocabulary.end_ids),
+        training_rows=getattr(config, TRAINED_LENGTH, None), is_k_known=is_k_given or args.engine is not None,
     )  # fmt: skip
 
 

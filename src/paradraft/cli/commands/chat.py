@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paradraft.cli import options
+from paradraft.cli.engine_args import EngineArgs
+from paradraft.cli.ignored import of_drafting, warn_ignored, without_chance
 from paradraft.cli.importing import importing
 from paradraft.cli.model_sampling import (
     SEED_BITS,
@@ -25,9 +27,10 @@ from paradraft.cli.model_sampling import (
     expect_penalty,
     in_words,
 )
-from paradraft.cli.terminal import GREEN, StatusLine, console, explain_empty, tell_advice, write
+from paradraft.cli.options import option
+from paradraft.cli.terminal import GREEN, StatusLine, explain_empty, tell_advice, write
+from paradraft.cli.values import variables_of
 from paradraft.engine.speculation import Speculation
-from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement
 from paradraft.sampling_params import Sampling
 from paradraft.wording import number_of
@@ -49,50 +52,41 @@ SETTINGS = (
 """Commands that set a field of `Sampling`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatArgs(EngineArgs):
+    """Options of `paradraft chat`."""
+
+    system: Annotated[str | None, option("What the model is told first.")] = None
+    chat_template_kwargs: options.TemplateVariables = None
+    max_new_tokens: options.NewTokens = 1024
+    sampling: Annotated[Sampling, UNSAID]
+    generation_config: GenerationConfig = "auto"
+    placement: Annotated[Placement, options.Offer(without=("tensor_parallel",))]
+
+
 @options.with_options
-def chat(
-    context: typer.Context,
-    *,
-    target: options.Target,
-    speculation: Speculation,
-    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
-    chat_template_kwargs: options.TemplateVariables = None,
-    max_new_tokens: options.NewTokens = 1024,
-    sampling: Annotated[Sampling, UNSAID],
-    generation_config: GenerationConfig = "auto",
-    runtime: Runtime,
-    placement: Annotated[Placement, options.Offer(without=("tensor_parallel",))],
-) -> None:
+def chat(context: typer.Context, *, args: ChatArgs) -> None:
     """Talk with a model. What was drafted is green; a line below tells the speed.
 
     Questions are read from the standard input, one per line. /help lists what can be done meanwhile.
     """
     with importing():
-        from paradraft.data.records import read_object
-        from paradraft.engine.loader import load_engine
         from paradraft.text.chat_template import template_of
 
-    variables = read_object(chat_template_kwargs or "{}", "--chat-template-kwargs", '{"enable_thinking": false}')
-    expect_penalty(generation_config)
-    with console(stderr=True).status("loading; the first time passes are built for this CPU"):
-        runtime = replace(runtime, width=speculation.pass_width)
-        engine = load_engine(target, speculation, kept_rows=1, runtime=runtime, placement=placement, tries_plain=True)
+    variables = variables_of(args.chat_template_kwargs)
+    expect_penalty(args.generation_config)
+    engine = args.load(kept_rows=1)
     template_of(engine.target.tokenizer, variables)  # raises ValueError
-    defaults = asked_by(engine.target, target, generation_config)
-    sampling = completed(context, sampling, defaults)
-    options.warn_ignored(
-        context,
-        options.without_chance(sampling.is_greedy),
-        options.without_drafter(speculation),
-        options.with_own_tree(speculation),
-        options.with_gamma(speculation),
-        options.without_process(placement),
-    )
+    defaults = asked_by(engine.target, args.target, args.generation_config)
+    sampling = completed(context, args.sampling, defaults)
+    warn_ignored(context, without_chance(sampling.is_greedy), *of_drafting(args.speculation, args.placement))
     if defaults or not sampling.is_greedy:
         hint = "; --generation-config none leaves out what the model asks for" if defaults else ""
         print(f"paradraft: {in_words(sampling)}{hint}", file=sys.stderr)
     with engine:
-        Conversation(engine, sampling, system=system, variables=variables, max_new_tokens=max_new_tokens).run()
+        Conversation(
+            engine, sampling, system=args.system, variables=variables, max_new_tokens=args.max_new_tokens
+        ).run()
         tell_advice(engine)
 
 

@@ -9,6 +9,7 @@ import typer
 
 from paradraft.cli import options
 from paradraft.cli.importing import importing
+from paradraft.cli.options import option
 from paradraft.cli.terminal import console, news
 from paradraft.engine.speculation import MOST_DRAFTED
 from paradraft.models.runtime import Runtime
@@ -30,11 +31,10 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it is empty or does not exist.")],
     *,
     target: options.Target,
-    engine: Annotated[str, typer.Option("--to", help="vllm, sglang, tensorrt-llm, transformers or gguf.")],
-    k: Annotated[int, typer.Option("-k", min=1, max=MOST_DRAFTED, help="Tokens drafted per round.")] = 8,
+    engine: Annotated[str, option("vllm, sglang, tensorrt-llm, transformers or gguf.", "--to")],
+    k: Annotated[int, option("Tokens drafted per round.", "-k", least=1, most=MOST_DRAFTED)] = 8,
     measure: Annotated[
-        bool,
-        typer.Option("--measure/--no-measure", help="Decode with the folder, and say in its card what it yields."),
+        bool, option("Decode with the folder, and say in its card what it yields.", "--measure/--no-measure")
     ] = True,
     prompts: options.MeasuredPrompts = None,
     num_prompts: Annotated[int | None, options.num_prompts_option(options.FEW)] = None,

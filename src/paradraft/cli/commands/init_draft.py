@@ -6,10 +6,9 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from paradraft.cli import options
 from paradraft.cli.importing import importing
+from paradraft.cli.options import option
 from paradraft.models.runtime import DTYPES
 from paradraft.wording import number_of
 
@@ -20,34 +19,32 @@ if TYPE_CHECKING:
 
 def init_draft(
     target: options.Target,
-    out: Annotated[Path, typer.Option(help="The folder to write; it must be empty or not exist.")],
+    out: Annotated[Path, option("The folder to write; it must be empty or not exist.")],
     layers: Annotated[
         int | None,
-        typer.Option(
-            help="Keep so many of the target's layers, evenly spaced, first and last included; by default a quarter. "
+        option(
+            "Keep so many of the target's layers, evenly spaced, first and last included; by default a quarter. "
             "With --fresh: its layers, by default 6.",
         ),
     ] = None,
-    every: Annotated[int | None, typer.Option(help="Keep each n-th layer of the target, and the last.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="A small model with random weights instead.")] = False,
-    hidden_size: Annotated[int | None, typer.Option(help="Its width; by default 256.")] = None,
+    every: Annotated[int | None, option("Keep each n-th layer of the target, and the last.")] = None,
+    fresh: Annotated[bool, option("A small model with random weights instead.", "--fresh")] = False,
+    hidden_size: Annotated[int | None, option("Its width; by default 256.")] = None,
     intermediate_size: Annotated[
         int | None,
-        typer.Option(
-            help="Its width inside a layer's MLP: of the target's neurons those with the largest weights are kept, by "
+        option(
+            "Its width inside a layer's MLP: of the target's neurons those with the largest weights are kept, by "
             "default all. With --fresh: by default 8/3 of the hidden size.",
         ),
     ] = None,
-    heads: Annotated[int | None, typer.Option(help="Its attention heads; by default 4.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of its weights; by default 0.")] = None,
+    heads: Annotated[int | None, option("Its attention heads; by default 4.")] = None,
+    seed: Annotated[int | None, option("Of its weights; by default 0.")] = None,
     source: Annotated[
         str | None,
-        typer.Option("--from", help="A small model of the same family, whose embedding is padded or cut to fit."),
+        option("A small model of the same family, whose embedding is padded or cut to fit.", "--from"),
     ] = None,
-    mask_token: Annotated[
-        bool, typer.Option(help="Add a row for the mask token where the tokenizer leaves no id free.")
-    ] = True,
-    dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}; by default the target's.")] = None,
+    mask_token: Annotated[bool, option("Add a row for the mask token where the tokenizer leaves no id free.")] = True,
+    dtype: Annotated[str | None, option(f"One of {', '.join(DTYPES)}; by default the target's.")] = None,
 ) -> None:
     """Make a draft to train for a target that has no small sibling.
 

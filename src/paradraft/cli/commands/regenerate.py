@@ -6,19 +6,22 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import progress as bars
 from rich.console import Console
 
 from paradraft.cli import options
+from paradraft.cli.ignored import of_drafting, refuse, warn_ignored, without_chance
 from paradraft.cli.importing import importing
+from paradraft.cli.options import OPTIONS, Offer, option, with_options
 from paradraft.cli.sections import SERVERS
 from paradraft.cli.terminal import console
+from paradraft.cli.values import key_in, variables_of
 from paradraft.engine.speculation import Speculation
 from paradraft.files import check_outputs
 from paradraft.models.runtime import Runtime
@@ -26,7 +29,7 @@ from paradraft.sampling_params import Sampling
 from paradraft.wording import number_of
 
 if TYPE_CHECKING:
-    from paradraft.data.regenerate import RegenerationProgress
+    from paradraft.data.regenerate import Answerer, RegenerationProgress
 
 EVERY_S = 10.0
 """Seconds between two lines of progress without a terminal."""
@@ -65,71 +68,94 @@ def line_of(progress: RegenerationProgress) -> str:
     return "  ".join(parts)
 
 
-HERE = (*options.OPTIONS[Speculation], "batch_size", *options.OPTIONS[Runtime])
+HERE = (*OPTIONS[Speculation], "batch_size", *OPTIONS[Runtime])
 THERE = ("model", "concurrency", "retries", "timeout", "api_key_env", "request_fields")
 """Options of only --target (HERE) or only --endpoint (THERE)."""
 SHOWN_FAILURES = 5
 
 
-@options.with_options
-def regenerate(
-    context: typer.Context,
-    *,
+@dataclass(frozen=True, kw_only=True)
+class RegenerateArgs:
+    """Options of `paradraft regenerate`."""
+
     prompts: Annotated[
         Path,
-        typer.Option(
-            help='JSONL, JSON or Parquet file or Hugging Face dataset (name, name:split) of {"prompt": …}, '
+        option(
+            'JSONL, JSON or Parquet file or Hugging Face dataset (name, name:split) of {"prompt": …}, '
             '{"messages": […]}, {"conversations": […]}, {"conversation": […]} or {"user": …}; further keys are kept.'
         ),
-    ],
-    out: Annotated[Path, typer.Option(help="JSONL file of answers, as paradraft train reads them; it is added to.")],
+    ]
+    out: Annotated[Path, option("JSONL file of answers, as paradraft train reads them; it is added to.")]
     columns: Annotated[
         str | None,
-        typer.Option(
-            help='JSON object: what the prompts call prompt, messages or user, as in {"user": "instruction"}; other '
+        option(
+            'JSON object: what the prompts call prompt, messages or user, as in {"user": "instruction"}; other '
             "values are not kept."
         ),
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option(help="Answer here: Hugging Face id, folder, or pocket (the shipped family).")
-    ] = None,
+    ] = None
+    target: Annotated[str | None, option("Answer here: Hugging Face id, folder, or pocket (the shipped family).")] = (
+        None
+    )
     endpoint: Annotated[
-        str | None,
-        typer.Option(rich_help_panel=SERVERS, help="Or ask an OpenAI-compatible server: its address, up to /v1."),
-    ] = None,
-    chat_template_kwargs: options.TemplateVariables = None,
-    max_new_tokens: options.NewTokens = 256,
-    sampling: Annotated[Sampling, options.Offer(without=options.PENALTIES)],
-    samples: Annotated[int, typer.Option(help="Answers per prompt, each with a seed of its own.")] = 1,
+        str | None, option("Or ask an OpenAI-compatible server: its address, up to /v1.", section=SERVERS)
+    ] = None
+    chat_template_kwargs: options.TemplateVariables = None
+    max_new_tokens: options.NewTokens = 256
+    sampling: Annotated[Sampling, Offer(without=options.PENALTIES)]
+    samples: Annotated[int, option("Answers per prompt, each with a seed of its own.")] = 1
     speculation: Annotated[
         Speculation,
-        options.Offer(without=("verify", "tree_paths"), helps={"drafter": f"With --target: {options.DRAFTERS}"}),
-    ],
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 8,
-    runtime: Runtime,
-    model: Annotated[
-        str | None, typer.Option(rich_help_panel=SERVERS, help="With --endpoint: the model's name there.")
-    ] = None,
-    concurrency: Annotated[int, typer.Option(rich_help_panel=SERVERS, min=1, help="Most requests at a time.")] = 32,
+        Offer(without=("verify", "tree_paths"), helps={"drafter": f"With --target: {options.DRAFTERS}"}),
+    ]
+    batch_size: Annotated[int, option("Prompts answered together.", least=1)] = 8
+    runtime: Runtime
+    model: Annotated[str | None, option("With --endpoint: the model's name there.", section=SERVERS)] = None
+    concurrency: Annotated[int, option("Most requests at a time.", section=SERVERS, least=1)] = 32
     retries: Annotated[
-        int,
-        typer.Option(rich_help_panel=SERVERS, min=0, help="How often a request is sent again after a passing error."),
-    ] = 5,
-    timeout: Annotated[float, typer.Option(rich_help_panel=SERVERS, help="Most seconds of a request.")] = 600.0,
+        int, option("How often a request is sent again after a passing error.", section=SERVERS, least=0)
+    ] = 5
+    timeout: Annotated[float, option("Most seconds of a request.", section=SERVERS)] = 600.0
     api_key_env: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel=SERVERS, help="Send the key in this environment variable, such as OPENAI_API_KEY."
-        ),
-    ] = None,
+        str | None, option("Send the key in this environment variable, such as OPENAI_API_KEY.", section=SERVERS)
+    ] = None
     request_fields: Annotated[
         str | None,
-        typer.Option(
-            rich_help_panel=SERVERS,
-            help="JSON object of further fields of each request, for settings that only this server knows.",
+        option(
+            "JSON object of further fields of each request, for settings that only this server knows.",
+            section=SERVERS,
         ),
-    ] = None,
-) -> None:
+    ] = None
+
+    def answerer(self, variables: dict[str, Any]) -> Answerer:
+        """Loads the target, or prepares the requests to the endpoint."""
+        sampling, limit = self.sampling, self.max_new_tokens
+        if self.target is not None:
+            from paradraft.data.local import InProcess
+            from paradraft.engine.loader import load_engine
+
+            runtime = replace(self.runtime, width=self.speculation.pass_width)
+            engine = load_engine(self.target, self.speculation, runtime=runtime)
+            return InProcess(
+                engine=engine, target=self.target, sampling=sampling, max_new_tokens=limit,
+                batch_size=self.batch_size, chat_template_kwargs=variables,
+            )  # fmt: skip
+        from paradraft.data.endpoint import Endpoint
+        from paradraft.data.records import read_object
+
+        assert self.endpoint is not None
+        if self.model is None:
+            raise ValueError("--endpoint needs --model: the name that the server knows the target by")
+        return Endpoint(
+            url=self.endpoint, model=self.model, sampling=sampling, max_new_tokens=limit,
+            concurrency=self.concurrency, retries=self.retries, timeout_s=self.timeout,
+            api_key=key_in(self.api_key_env),
+            fields=read_object(self.request_fields or "{}", "--request-fields", '{"repetition_penalty": 1.05}'),
+            chat_template_kwargs=variables,
+        )  # fmt: skip
+
+
+@with_options
+def regenerate(context: typer.Context, *, args: RegenerateArgs) -> None:
     """Let the target answer prompts: what its drafter is trained on. Run the same command again to resume.
 
     Of a conversation every turn of the assistant is answered anew. The same seed gives the same answers,
@@ -139,51 +165,26 @@ def regenerate(
     with importing():
         from paradraft.data.questions import read_questions
         from paradraft.data.records import check_columns, read_object
-        from paradraft.data.regenerate import Answerer, regenerate
+        from paradraft.data.regenerate import regenerate
 
-    if (target is None) == (endpoint is None):
+    if (args.target is None) == (args.endpoint is None):
         raise ValueError("give either --target (a model to run here) or --endpoint (a server's address)")
-    if unused := options.given(context, THERE if endpoint is None else HERE):
-        source = "--target" if endpoint is None else "--endpoint"
-        raise ValueError(f"{unused[0]} has no use with {source}: leave it out")
-    if sampling.is_greedy and samples > 1:
+    others, source = (THERE, "--target") if args.endpoint is None else (HERE, "--endpoint")
+    refuse(context, others, f"has no use with {source}: leave it out")
+    samples, out = args.samples, args.out
+    if args.sampling.is_greedy and samples > 1:
         raise ValueError(f"--samples {samples} would give the same answer {samples} times: raise --temperature above 0")
     check_outputs(out)
-    names = read_object(columns or "{}", "--columns", '{"user": "instruction"}')
+    names = read_object(args.columns or "{}", "--columns", '{"user": "instruction"}')
     check_columns(names)
-    questions = read_questions(prompts, samples, names)
-    variables = read_object(chat_template_kwargs or "{}", "--chat-template-kwargs", '{"enable_thinking": false}')
-    answerer: Answerer
-    if target is not None:
-        from paradraft.data.local import InProcess
-        from paradraft.engine.loader import load_engine
-
-        runtime = replace(runtime, width=speculation.pass_width)
-        engine = load_engine(target, speculation, runtime=runtime)
-        answerer = InProcess(
-            engine=engine, target=target, sampling=sampling, max_new_tokens=max_new_tokens, batch_size=batch_size,
-            chat_template_kwargs=variables,
-        )  # fmt: skip
-    else:
-        from paradraft.data.endpoint import Endpoint
-
-        assert endpoint is not None
-        if model is None:
-            raise ValueError("--endpoint needs --model: the name that the server knows the target by")
-        answerer = Endpoint(
-            url=endpoint, model=model, sampling=sampling, max_new_tokens=max_new_tokens, concurrency=concurrency,
-            retries=retries, timeout_s=timeout, api_key=options.key_in(api_key_env),
-            fields=read_object(request_fields or "{}", "--request-fields", '{"repetition_penalty": 1.05}'),
-            chat_template_kwargs=variables,
-        )  # fmt: skip
+    questions = read_questions(args.prompts, samples, names)
+    answerer = args.answerer(variables_of(args.chat_template_kwargs))
     asks_plainly = all("prompt" in question.record for question in questions)
-    without_conversations = (asks_plainly, "without conversations", ("chat_template_kwargs",))
-    options.warn_ignored(
+    warn_ignored(
         context,
-        options.without_chance(sampling.is_greedy),
-        options.without_drafter(speculation),
-        options.with_own_tree(speculation),
-        without_conversations,
+        without_chance(args.sampling.is_greedy),
+        *of_drafting(args.speculation),
+        (asks_plainly, "without conversations", ("chat_template_kwargs",)),
     )
     errors = console(stderr=True)
     try:

@@ -10,13 +10,14 @@ import typer
 from paradraft.cli import options
 from paradraft.cli.importing import importing
 from paradraft.cli.terminal import console
+from paradraft.cli.values import check_png
 
 
 def report(
     result: Annotated[Path, typer.Argument(metavar="FILE.json", help="What paradraft bench --json wrote.")],
     out: Annotated[Path | None, typer.Argument(metavar="[FOLDER]", help="Where the page goes.")] = None,
     methods: Annotated[
-        str | None, typer.Option(help="Only these methods of the file, in this order, with commas between them.")
+        str | None, options.option("Only these methods of the file, in this order, with commas between them.")
     ] = None,
     plot_file: options.Plot = None,
 ) -> None:
@@ -30,7 +31,7 @@ def report(
 
     check_folder(out)
     check_outputs(plot_file)
-    options.check_png(plot_file)
+    check_png(plot_file)
     content = read_result(result)
     if methods is not None:
         content = selected(content, [spec.strip() for spec in methods.split(",")])

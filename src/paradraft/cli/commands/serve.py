@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paradraft.cli import options
+from paradraft.cli.engine_args import EngineArgs, warm_up
+from paradraft.cli.ignored import of_drafting, refuse, warn_ignored
 from paradraft.cli.importing import importing
 from paradraft.cli.model_sampling import GenerationConfig, asked_by, expect_penalty
+from paradraft.cli.options import option
 from paradraft.cli.sections import SERVERS
-from paradraft.cli.terminal import console, tell_advice
-from paradraft.engine.speculation import Speculation
-from paradraft.models.runtime import Runtime
+from paradraft.cli.terminal import tell_advice
+from paradraft.cli.values import use_threads
 from paradraft.placement import Placement
 from paradraft.serve.address import bound, key_of, listen, url_of
 from paradraft.serve.limits import Limits
+
+if TYPE_CHECKING:
+    from paradraft.serve.vllm import VllmServer
 
 PARADRAFT, VLLM = ENGINES = ("paradraft", "vllm")
 LOSSY_ON_CPUS = (
     "on CPUs vLLM (0.32) loses sampling parameters where it drafts: at a temperature above 0 its texts are not the "
     "target's"
 )
-Processes = Annotated[int, typer.Option(min=1, rich_help_panel=SERVERS, help="With --engine vllm: passed on to it.")]
+Processes = Annotated[int, option("With --engine vllm: passed on to it.", section=SERVERS, least=1)]
 
 
 def check_engine(name: str) -> None:
@@ -35,120 +40,93 @@ def check_engine(name: str) -> None:
         raise ValueError(f"--engine {name}: use one of {', '.join(ENGINES)}")
 
 
-@options.with_options
-def serve(
-    context: typer.Context,
-    *,
-    target: options.Target,
-    speculation: Speculation,
-    host: Annotated[str, typer.Option(help="Address to listen on. Other than localhost requires --api-key-env.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 is one that is free.")] = 8000,
-    limits: Limits,
+@dataclass(frozen=True, kw_only=True)
+class ServeArgs(EngineArgs):
+    """Options of `paradraft serve`."""
+
+    host: Annotated[str, option("Address to listen on. Other than localhost requires --api-key-env.")] = "127.0.0.1"
+    port: Annotated[int, option("Where to listen; 0 is one that is free.", least=0, most=65535)] = 8000
+    limits: Limits
     api_key_env: Annotated[
-        str | None, typer.Option(help="Variable of the environment that has the key which requests must send.")
-    ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="How requests name the model; by default as --target does.")
-    ] = None,
-    generation_config: GenerationConfig = "auto",
-    kept_rows: Annotated[
-        int, typer.Option(min=0, help="Finished requests whose KV cache is kept for prefix reuse.")
-    ] = 0,
-    runtime: Runtime,
-    threads: options.Threads = None,
-    placement: Annotated[Placement, options.Offer(without=("tensor_parallel",))],
+        str | None, option("Variable of the environment that has the key which requests must send.")
+    ] = None
+    served_model_name: Annotated[str | None, option("How requests name the model; by default as --target does.")] = None
+    generation_config: GenerationConfig = "auto"
+    kept_rows: Annotated[int, option("Finished requests whose KV cache is kept for prefix reuse.", least=0)] = 0
+    threads: options.Threads = None
+    placement: Annotated[Placement, options.Offer(without=("tensor_parallel",))]
     engine: Annotated[
         str,
-        typer.Option(
-            callback=options.checked(check_engine),
-            rich_help_panel=SERVERS,
-            help="What decodes: paradraft, or vllm, whose own server is started with these settings.",
+        option(
+            "What decodes: paradraft, or vllm, whose own server is started with these settings.",
+            section=SERVERS, check=check_engine,
         ),
-    ] = PARADRAFT,
+    ] = PARADRAFT  # fmt: skip
     plan: Annotated[
         Path | None,
-        typer.Option(
-            rich_help_panel=SERVERS,
-            help="With --engine vllm: the K of each batch size, by a file of `paradraft plan --json`.",
-        ),
-    ] = None,
-    tensor_parallel_size: Processes = 1,
-    pipeline_parallel_size: Processes = 1,
-    data_parallel_size: Processes = 1,
-    vllm_python: options.VllmPython = None,
+        option("With --engine vllm: the K of each batch size, by a file of `paradraft plan --json`.", section=SERVERS),
+    ] = None
+    tensor_parallel_size: Processes = 1
+    pipeline_parallel_size: Processes = 1
+    data_parallel_size: Processes = 1
+    vllm_python: options.VllmPython = None
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", rich_help_panel=SERVERS, help="With --engine vllm: print the command that starts it, and end."
-        ),
-    ] = False,
-) -> None:
+        bool, option("With --engine vllm: print the command that starts it, and end.", "--dry-run", section=SERVERS)
+    ] = False
+
+
+@options.with_options
+def serve(context: typer.Context, *, args: ServeArgs) -> None:
     """Answer requests over HTTP, as OpenAI's servers do; a page at / lets you try it.
 
     Requests are decoded together. Ctrl-C ends the server when those under way have ended, a second one at once.
     """
     with importing():
-        from paradraft.cli.commands.serve_vllm import command_of, refuse_others
-        from paradraft.engine.loader import load_engine
-        from paradraft.export.vllm import NOT_INSTALLED, installed_python
+        from paradraft.cli.commands.serve_vllm import ONLY_VLLM, command_of
 
-    options.use_threads(threads)
-    if engine == VLLM:
-        server = command_of(
-            context, target=target, speculation=speculation, plan=plan, host=host, port=port, limits=limits,
-            api_key_env=api_key_env, served_model_name=served_model_name, runtime=runtime, threads=threads,
-            placement=placement, python=vllm_python, generation_config=generation_config,
-            sizes={
-                "--tensor-parallel-size": tensor_parallel_size, "--pipeline-parallel-size": pipeline_parallel_size,
-                "--data-parallel-size": data_parallel_size,
-            },
-        )  # fmt: skip
-        if dry_run:
-            print(server.line)
-            return
-        if installed_python(vllm_python) is None:
-            raise ValueError(NOT_INSTALLED)
-        name = server.check(runtime.device)
-        bound(host, port).close()  # a port in use raises ValueError now; vLLM would fail after a minute
-        if server.speculative is not None and "cpu" in name:
-            print(f"warning: {LOSSY_ON_CPUS}", file=sys.stderr)
-        print(f"paradraft: starting {name}; Ctrl-C ends it", file=sys.stderr)
-        server.become()
-    refuse_others(context)
-    key = key_of(api_key_env, host)
+    use_threads(args.threads)
+    if args.engine == VLLM:
+        _become(command_of(context, args), args)
+        return
+    refuse(context, ONLY_VLLM, "is for --engine vllm: add that, or leave it out")
+    key = key_of(args.api_key_env, args.host)
     from paradraft.serve.app import new_app
     from paradraft.serve.server import Server
 
-    with closing(bound(host, port)) as listening:
-        expect_penalty(generation_config)
-        with console(stderr=True).status("loading; the first time passes are built for this CPU"):
-            runtime = replace(runtime, width=speculation.pass_width)
-            loaded = load_engine(
-                target, speculation, kept_rows=kept_rows, runtime=runtime, placement=placement, tries_plain=True
-            )
-        defaults = asked_by(loaded.target, target, generation_config)
-        options.warn_ignored(
-            context,
-            options.without_drafter(speculation),
-            options.with_own_tree(speculation),
-            options.with_gamma(speculation),
-            options.without_process(placement),
-        )
-        with loaded:
-            if loaded.target.lm.warm_up_rounds:
-                with console(stderr=True).status("compiling (a minute or two)"):
-                    loaded.warm_up(limits.max_batch)
-            app, admission = new_app(
-                loaded, model=served_model_name or target, limits=limits, key=key, defaults=defaults
-            )
+    with closing(bound(args.host, args.port)) as listening:
+        expect_penalty(args.generation_config)
+        engine = args.load(kept_rows=args.kept_rows)
+        defaults = asked_by(engine.target, args.target, args.generation_config)
+        warn_ignored(context, *of_drafting(args.speculation, args.placement))
+        with engine:
+            warm_up(engine, args.limits.max_batch)
+            model = args.served_model_name or args.target
+            app, admission = new_app(engine, model=model, limits=args.limits, key=key, defaults=defaults)
             listen(listening)
             if defaults:
                 listed = ", ".join(f"{name}={value:g}" for name, value in defaults.items())
-                print(
-                    f"paradraft: requests that do not say otherwise have {listed}, as the model asks", file=sys.stderr
-                )
-            print(f"paradraft: serving {target} at {url_of(listening)}; Ctrl-C ends it", file=sys.stderr, flush=True)
+                _say(f"requests that do not say otherwise have {listed}, as the model asks")
+            _say(f"serving {args.target} at {url_of(listening)}; Ctrl-C ends it")
             Server(app, admission).run(sockets=[listening])
-            tell_advice(loaded)
+            tell_advice(engine)
+
+
+def _say(text: str) -> None:
+    print(f"paradraft: {text}", file=sys.stderr, flush=True)
+
+
+def _become(server: VllmServer, args: ServeArgs) -> None:
+    """Replaces this process by vLLM's server, or prints its command."""
+    from paradraft.export.vllm import NOT_INSTALLED, installed_python
+
+    if args.dry_run:
+        print(server.line)
+        return
+    if installed_python(args.vllm_python) is None:
+        raise ValueError(NOT_INSTALLED)
+    name = server.check(args.runtime.device)
+    bound(args.host, args.port).close()  # a port in use raises ValueError now; vLLM would fail after a minute
+    if server.speculative is not None and "cpu" in name:
+        print(f"warning: {LOSSY_ON_CPUS}", file=sys.stderr)
+    _say(f"starting {name}; Ctrl-C ends it")
+    server.become()

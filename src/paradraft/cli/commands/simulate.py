@@ -3,77 +3,86 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import TYPE_CHECKING, Annotated
 
 from paradraft.bench.report.folding import FoldingTable, columns
 from paradraft.cli.importing import importing
 from paradraft.cli.json_output import JsonOutput, json_option
+from paradraft.cli.options import option, with_options
 from paradraft.cli.terminal import console
 from paradraft.files import check_outputs
 
+if TYPE_CHECKING:
+    from paradraft.plan.simulate import RoundTimes
+
 LEAST_MS, MOST_MS = 1e-6, 1e9
-Rates = Annotated[
-    str,
-    typer.Option(
-        help="For each position the share of drafts that are accepted that far (accepted_share_of_rounds of a "
-        "benchmark's file), with commas between them; or one number, the chance of every token after accepted ones."
-    ),
-]
+LEAST = {"transport_ms": 0.0, "rest_ms": 0.0, "contention": 1.0}
+"""Least values of options, besides `LEAST_MS`."""
 
 
-def simulate(
-    *,
-    target_ms: Annotated[float, typer.Option(help="A pass of the target over one token.")],
-    draft_ms: Annotated[float, typer.Option(help="A pass of the draft model over one token.")],
-    acceptance: Rates,
-    verify_ms: Annotated[
-        float | None, typer.Option(help="A pass of the target over a draft; by default the same.")
-    ] = None,
+@dataclass(frozen=True, kw_only=True)
+class SimulateArgs:
+    """Options of `paradraft simulate`."""
+
+    target_ms: Annotated[float, option("A pass of the target over one token.")]
+    draft_ms: Annotated[float, option("A pass of the draft model over one token.")]
+    acceptance: Annotated[
+        str,
+        option(
+            "For each position the share of drafts that are accepted that far (accepted_share_of_rounds of a "
+            "benchmark's file), with commas between them; or one number, the chance of every token after accepted ones."
+        ),
+    ]
+    verify_ms: Annotated[float | None, option("A pass of the target over a draft; by default the same.")] = None
     window_ms: Annotated[
-        float | None, typer.Option(help="A pass of a parallel drafter (PARD); by default that of the draft model.")
-    ] = None,
+        float | None, option("A pass of a parallel drafter (PARD); by default that of the draft model.")
+    ] = None
     parallel_acceptance: Annotated[
-        str | None, typer.Option(help="Acceptance of a parallel drafter; without it PARD is left out.")
-    ] = None,
-    transport_ms: Annotated[float, typer.Option(help="From one side to the other and back.")] = 0.0,
-    rest_ms: Annotated[float, typer.Option(help="What a round takes besides.")] = 0.0,
-    contention: Annotated[
-        float, typer.Option(help="How many times as long passes take while the other side works too.")
-    ] = 1.0,
-    json_file: Annotated[Path | None, json_option("the predictions")] = None,
-) -> None:
+        str | None, option("Acceptance of a parallel drafter; without it PARD is left out.")
+    ] = None
+    transport_ms: Annotated[float, option("From one side to the other and back.")] = 0.0
+    rest_ms: Annotated[float, option("What a round takes besides.")] = 0.0
+    contention: Annotated[float, option("How many times as long passes take while the other side works too.")] = 1.0
+    json_file: Annotated[Path | None, json_option("the predictions")] = None
+
+    def __post_init__(self) -> None:
+        names = ("target_ms", "draft_ms", "verify_ms", "window_ms", "transport_ms", "rest_ms", "contention")
+        for name in names:
+            value, least = getattr(self, name), LEAST.get(name, LEAST_MS)
+            if value is not None and not least <= value <= MOST_MS:
+                option_name = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option_name} {value:g}: use a number from {least:g} to {MOST_MS:g}")
+
+    def times(self) -> RoundTimes:
+        """The options in seconds."""
+        from paradraft.plan.simulate import RoundTimes
+
+        return RoundTimes(
+            target_s=self.target_ms / 1e3, draft_s=self.draft_ms / 1e3, transport_s=self.transport_ms / 1e3,
+            rest_s=self.rest_ms / 1e3, verify_s=None if self.verify_ms is None else self.verify_ms / 1e3,
+            window_s=None if self.window_ms is None else self.window_ms / 1e3, contention=self.contention,
+        )  # fmt: skip
+
+
+@with_options
+def simulate(*, args: SimulateArgs) -> None:
     """Predict speeds from the times of passes: of AR+, VSD, PARD and PEARL, on any machine."""
-    values = {
-        "--target-ms": target_ms, "--draft-ms": draft_ms, "--verify-ms": verify_ms, "--window-ms": window_ms,
-        "--transport-ms": transport_ms, "--rest-ms": rest_ms, "--contention": contention,
-    }  # fmt: skip
-    for option, value in values.items():
-        least = {"--transport-ms": 0.0, "--rest-ms": 0.0, "--contention": 1.0}.get(option, LEAST_MS)
-        if value is not None and not least <= value <= MOST_MS:
-            raise ValueError(f"{option} {value:g}: use a number from {least:g} to {MOST_MS:g}")
-    rates = _rates("--acceptance", acceptance)
-    parallel = None if parallel_acceptance is None else _rates("--parallel-acceptance", parallel_acceptance)
-    output = JsonOutput(json_file)
+    rates = _rates("--acceptance", args.acceptance)
+    shares = args.parallel_acceptance
+    parallel = None if shares is None else _rates("--parallel-acceptance", shares)
+    output = JsonOutput(args.json_file)
     check_outputs(output.file)
-    if window_ms is not None and parallel_acceptance is None:
+    if args.window_ms is not None and parallel is None:
         print("warning: --window-ms has no effect without --parallel-acceptance", file=sys.stderr)
     with importing():
-        from paradraft.plan.simulate import RoundTimes
-        from paradraft.plan.simulate import simulate as predicted
+        from paradraft.plan.simulate import simulate
 
-    times = RoundTimes(
-        target_s=target_ms / 1e3, draft_s=draft_ms / 1e3, transport_s=transport_ms / 1e3, rest_s=rest_ms / 1e3,
-        verify_s=None if verify_ms is None else verify_ms / 1e3,
-        window_s=None if window_ms is None else window_ms / 1e3, contention=contention,
-    )  # fmt: skip
-    predictions = predicted(times, rates, parallel)
+    predictions = simulate(args.times(), rates, parallel)
     table = FoldingTable(
-        f"predicted: target {target_ms:g} ms, draft {draft_ms:g} ms",
+        f"predicted: target {args.target_ms:g} ms, draft {args.draft_ms:g} ms",
         columns("method", "K or gamma", "tok/s", "vs AR+"),
         legend=[
             "AR+: without a drafter · VSD: an ordinary draft model · K, gamma: tokens drafted per round, as many as "

@@ -144,7 +144,7 @@ def _minutes(seconds: float) -> str:
     return f"{minutes}:{rest:02d}"
 
 
-def train_drafter(
+def train(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"What to train: {', '.join(trainee_names())}.")],
     recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="A YAML recipe.")] = None,
     overrides: Annotated[

@@ -1,0 +1,45 @@
+"""Options of the commands that decode with an engine, and its loading."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from paradraft.cli import options
+from paradraft.cli.importing import importing
+from paradraft.cli.terminal import console
+from paradraft.engine.speculation import Speculation
+from paradraft.models.runtime import Runtime
+from paradraft.placement import Placement
+
+if TYPE_CHECKING:
+    from paradraft.engine.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """Options of an engine; its target, drafter and placement."""
+
+    target: options.Target
+    speculation: Speculation
+    runtime: Runtime
+    placement: Placement
+
+    def load(self, *, kept_rows: int = 0) -> Engine:
+        """Loads the engine; see `load_engine`."""
+        with importing():
+            from paradraft.engine.loader import load_engine
+
+        runtime = replace(self.runtime, width=self.speculation.pass_width)
+        with console(stderr=True).status("loading; the first time passes are built for this CPU"):
+            return load_engine(
+                self.target, self.speculation, kept_rows=kept_rows, runtime=runtime, placement=self.placement,
+                tries_plain=True,
+            )  # fmt: skip
+
+
+def warm_up(engine: Engine, batch_size: int) -> None:
+    """Compiles the engine's passes, if they are compiled."""
+    if engine.target.lm.warm_up_rounds:
+        with console(stderr=True).status("compiling (a minute or two)"):
+            engine.warm_up(batch_size)
