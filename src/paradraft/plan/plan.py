@@ -63,59 +63,46 @@ def run_plan(
     target = load_target(task.target, runtime)
     report(f"loading drafter {speculation.drafter}")
     drafter = load_drafter(speculation.drafter, target, draft=speculation.draft, runtime=runtime)
-    _engine(task, PLAIN, target, drafter).check(
-        task.prompts, max_new_tokens=task.max_new_tokens, sampling=task.sampling
-    )
-    watch = Watch(_engine(task, PLAIN, target, drafter), task.prompts[0], task.sampling)
+    plain = _engine(task, PLAIN, target, drafter)
+    plain.check(task.prompts, max_new_tokens=task.max_new_tokens, sampling=task.sampling)
+    watch = Watch(plain, task.prompts[0], task.sampling)
     watch.look()
     if known is None:
         known = _measure_acceptance(task, target, drafter, report)
     costs = _measure_costs(task, list(known), target, drafter, report, watch)
     predictions = _predictions(known, costs, fewest_rows=target.lm.min_rows)
-    chosen = {batch: best(predictions, batch) for batch in task.batches}
-    of_chains = [prediction for prediction in predictions if not prediction.way.tree]
+    chosen = {batch: best(predictions, batch).way for batch in task.batches}
+    of_chains = [each for each in predictions if not each.way.tree]
     chains = {batch: best(of_chains, batch).way.k for batch in task.batches}
     checked: Checked = {}
     if check_runs:
-        ways = {prediction.way for prediction in chosen.values()} | {Way(k=k) for k in chains.values()}
+        ways = {*chosen.values(), *(Way(k=k) for k in chains.values())}
         ways.add(max(known, key=lambda way: (way.tree is None, way.k)))
         checked = _check(task, ways - {PLAIN}, target, drafter, runtime.dtype, check_runs, report)
         watch.look()
+    draft = speculation.draft or DRAFT
     return {
         "machine": describe_machine(runtime.device),
-        "arguments": {
-            "target": task.target,
-            "drafter": speculation.drafter,
-            "draft": speculation.draft,
-            "verify": speculation.verify,
-            "prompts": task.source,
-            "num_prompts": len(task.prompts),
-            "max_new_tokens": task.max_new_tokens,
-            "sampling": asdict(task.sampling),
-            "runtime": asdict(runtime),
-        },
-        "acceptance": {
-            way.name: {
-                "report": source,
-                "spec": acceptance.spec,
-                "passes": acceptance.passes(way.k),
-                "has_by_round": acceptance.by_round is not None,
-                "is_synthetic": acceptance.is_synthetic,
-            }
-            for way, acceptance in known.items()
-        },
-        "costs_ms": {
-            batch: {way.name: _in_ms(of_way, way.k) for way, of_way in of_batch.items()}
-            for batch, of_batch in costs.items()
-        },
-        "predictions": [
-            _values(prediction, checked.get((prediction.batch, prediction.way))) for prediction in predictions
-        ],
-        "chosen": {batch: prediction.way.name for batch, prediction in chosen.items()},
+        "arguments": task.as_json(runtime),
+        "acceptance": {way.name: _used(acceptance, way, source) for way, acceptance in known.items()},
+        "costs_ms": {batch: _in_ms(of_batch) for batch, of_batch in costs.items()},
+        "predictions": [_values(each, checked.get((each.batch, each.way))) for each in predictions],
+        "chosen": {batch: way.name for batch, way in chosen.items()},
         "chains": chains,
-        "vllm": vllm_config(chains, speculation.drafter, speculation.draft or DRAFT),
-        "tensorrt_llm": tensorrt_config(chains, speculation.drafter, speculation.draft or DRAFT),
+        "vllm": vllm_config(chains, speculation.drafter, draft),
+        "tensorrt_llm": tensorrt_config(chains, speculation.drafter, draft),
         "steadiness": watch.as_json(),
+    }
+
+
+def _used(acceptance: Acceptance, way: Way, source: str | None) -> dict[str, Any]:
+    """The acceptance of a way, as JSON values."""
+    return {
+        "report": source,
+        "spec": acceptance.spec,
+        "passes": acceptance.passes(way.k),
+        "has_by_round": acceptance.by_round is not None,
+        "is_synthetic": acceptance.is_synthetic,
     }
 
 
@@ -211,14 +198,17 @@ def _check(
     }
 
 
-def _in_ms(costs: Costs, k: int) -> dict[str, float]:
-    round_time = costs.rounds[k]
+def _in_ms(costs: dict[Way, Costs]) -> dict[str, dict[str, float]]:
+    """Costs of a batch size by way, in milliseconds."""
     return {
-        "draft": round_time.draft_s * 1e3,
-        "verify": round_time.verify_s * 1e3,
-        "rest": round_time.other_s * 1e3,
-        "prefill": costs.prefill_s * 1e3,
-        "draft_prefill": costs.draft_prefill_s * 1e3,
+        way.name: {
+            "draft": of_way.rounds[way.k].draft_s * 1e3,
+            "verify": of_way.rounds[way.k].verify_s * 1e3,
+            "rest": of_way.rounds[way.k].other_s * 1e3,
+            "prefill": of_way.prefill_s * 1e3,
+            "draft_prefill": of_way.draft_prefill_s * 1e3,
+        }
+        for way, of_way in costs.items()
     }
 
 

@@ -42,8 +42,8 @@ from paradraft.models.target import Target
 from paradraft.plan.costs import measure_rounds
 from paradraft.plan.replay import RANKS, UNKNOWN, Ranks, accuracy_of, random_trees, replayed, static_trees
 from paradraft.plan.steadiness import Watch
+from paradraft.plan.task import PlannedAnswers
 from paradraft.sampling.sparse_tree import StateTree, best_trees, rate
-from paradraft.sampling_params import Sampling
 from paradraft.sources.loading import locate, settled
 from paradraft.sources.target_loading import load_target
 from paradraft.tree import ABSENT
@@ -57,24 +57,10 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizeTask:
-    """The models, sizes and answers to plan for.
+class SizeTask(PlannedAnswers):
+    """Sizes of passes in tokens, in rising order. At least two prompts: the first half calibrates, the other checks."""
 
-    Args:
-        target: Hugging Face id, folder, or "pocket".
-        speculation: the drafter with its settings, its checkpoint and the verification rule.
-        sizes: of passes in tokens, in rising order.
-        prompts: at least two texts; the first half calibrates, the second half checks.
-        source: of the prompts, see `paradraft.data.prompts.counted`.
-    """
-
-    target: str
-    speculation: Speculation
     sizes: tuple[int, ...]
-    prompts: list[str]
-    max_new_tokens: int
-    sampling: Sampling
-    source: str | None = None
 
     def __post_init__(self) -> None:
         if len(self.prompts) < 2:
@@ -191,66 +177,73 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
     answers = count_ranks(task, target, head, config.prompts)
     accuracy = accuracy_of(answers)
     trees = {size: best_trees(accuracy, size, prompts=config.prompts, copies=copies) for size in sizes}
-    engines: dict[str, tuple[Engine, tuple[int, ...]]] = {
-        "plain": (plain, (0,)),
-    }
-    drafters = {}
-    for size in sizes:
-        drafters[size] = PpdDrafter(target, head, replace(config, size=size))
-        drafters[size].use(trees[size])
-        engines[str(size)] = Engine(target, drafters[size], task.of_size(size)), (config.prompts,)
-    costs = measure_rounds(
-        engines, task.checking, batch=1, max_new_tokens=task.max_new_tokens, sampling=task.sampling, report=report
-    )
+    drafters = {size: PpdDrafter(target, head, replace(config, size=size)) for size in sizes}
+    for size, drafter in drafters.items():
+        drafter.use(trees[size])
+    plain_s, seconds = _time_rounds(task, plain, drafters, config.prompts, report)
     watch.look()
-    plain_s = costs["plain"].rounds[0].total_s
-    rows: dict[int, dict[str, Any]] = {}
-    for size in sizes:
-        seconds, length = costs[str(size)].rounds[config.prompts].total_s, replayed(trees[size], answers)
-        rows[size] = {
-            "size": size,
-            "guesses": [len(tree.guesses) for tree in trees[size]],
-            "prompts": [sum(tree.prompts) for tree in trees[size]],
-            "tokens_per_pass": length,
-            "tokens_per_pass_if_independent": rate(trees[size], accuracy),
-            "tokens_per_pass_static": replayed(static_trees(accuracy, size, config.prompts, copies), answers),
-            "tokens_per_pass_random": statistics.mean(
-                replayed(random_trees(size, config.prompts, copies, seed), answers) for seed in range(RANDOM)
-            ),
-            "round_ms": 1e3 * seconds,
-            "speedup": length / seconds * plain_s,
-        }
-    best = max(sizes, key=lambda size: rows[size]["speedup"])
+    rows = [_row(trees[size], size, config.prompts, copies, answers, seconds[size], plain_s) for size in sizes]
+    best = max(rows, key=lambda row: row["speedup"])
+    chosen = best["size"]
     plan = Plan(
         machine=machine_of(target.lm), threads=target.lm.threads, rule=task.speculation.verify,
-        temperature=task.sampling.temperature, size=best, accuracy=accuracy,
+        temperature=task.sampling.temperature, size=chosen, accuracy=accuracy,
     )  # fmt: skip
-    checked = _check(task, target, drafters[best], rows[best], runtime, check_runs, report) if check_runs else None
+    checked = _check(task, target, drafters[chosen], best, runtime, check_runs, report) if check_runs else None
     watch.look()
     return {
         "machine": describe_machine(runtime.device),
-        "arguments": {
-            "target": task.target,
-            "drafter": task.speculation.drafter,
-            "draft": task.speculation.draft,
-            "verify": task.speculation.verify,
-            "prompts": task.source,
-            "num_prompts": len(task.prompts),
-            "max_new_tokens": task.max_new_tokens,
-            "sampling": asdict(task.sampling),
-            "runtime": asdict(runtime),
-        },
-        "memory_bytes": memory_of(target, head, best),
+        "arguments": task.as_json(runtime),
+        "memory_bytes": memory_of(target, head, chosen),
         "places": sum(map(len, answers)),
         "accuracy": accuracy,
         "plain_round_ms": 1e3 * plain_s,
-        "sizes": list(rows.values()),
-        "chosen": best,
-        "speedup": rows[best]["speedup"],
+        "sizes": rows,
+        "chosen": chosen,
+        "speedup": best["speedup"],
         "lossless": warning_of(task.speculation.verify) is None,
         "plan": asdict(plan),
         "checked": checked,
         "steadiness": watch.as_json(),
+    }
+
+
+def _time_rounds(
+    task: SizeTask, plain: Engine, drafters: dict[int, PpdDrafter], prompts: int, report: Report
+) -> tuple[float, dict[int, float]]:
+    """Seconds of a plain round, and of rounds by size."""
+    engines: dict[str, tuple[Engine, tuple[int, ...]]] = {"plain": (plain, (0,))}
+    for size, drafter in drafters.items():
+        engines[str(size)] = Engine(plain.target, drafter, task.of_size(size)), (prompts,)
+    costs = measure_rounds(
+        engines, task.checking, batch=1, max_new_tokens=task.max_new_tokens, sampling=task.sampling, report=report
+    )
+    return costs["plain"].rounds[0].total_s, {size: costs[str(size)].rounds[prompts].total_s for size in drafters}
+
+
+def _row(
+    trees: list[StateTree],
+    size: int,
+    prompts: int,
+    copies: int,
+    answers: Sequence[Sequence[Ranks]],
+    round_s: float,
+    plain_s: float,
+) -> dict[str, Any]:
+    """Trees and predictions of a size, as JSON values."""
+    accuracy, length = accuracy_of(answers), replayed(trees, answers)
+    return {
+        "size": size,
+        "guesses": [len(tree.guesses) for tree in trees],
+        "prompts": [sum(tree.prompts) for tree in trees],
+        "tokens_per_pass": length,
+        "tokens_per_pass_if_independent": rate(trees, accuracy),
+        "tokens_per_pass_static": replayed(static_trees(accuracy, size, prompts, copies), answers),
+        "tokens_per_pass_random": statistics.mean(
+            replayed(random_trees(size, prompts, copies, seed), answers) for seed in range(RANDOM)
+        ),
+        "round_ms": 1e3 * round_s,
+        "speedup": length / round_s * plain_s,
     }
 
 

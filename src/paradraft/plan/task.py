@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paradraft.bench.spec import AR, Method
 from paradraft.drafters import branches, drafter_class
 from paradraft.engine.speculation import Speculation
+from paradraft.models.runtime import Runtime
 from paradraft.plan.acceptance import Acceptance, acceptances
 from paradraft.plan.predict import PLAIN, Way
 from paradraft.sampling_params import Sampling
@@ -19,31 +20,54 @@ TREES_WITHOUT_FILE = (8, 16, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanTask:
-    """The models, ways to draft and answers to plan for.
+class PlannedAnswers:
+    """The models and answers to plan for.
 
     Args:
         target: Hugging Face id, folder, or "pocket".
-        speculation: common to all ways: the drafter, its draft model and the verification rule.
+        speculation: the drafter with its settings, its checkpoint and the verification rule.
+        prompts: texts.
+        source: of the prompts, see `paradraft.data.prompts.counted`.
+    """
+
+    target: str
+    speculation: Speculation
+    prompts: list[str]
+    max_new_tokens: int
+    sampling: Sampling
+    source: str | None = None
+
+    def as_json(self, runtime: Runtime) -> dict[str, Any]:
+        """The arguments of a plan."""
+        return {
+            "target": self.target,
+            "drafter": self.speculation.drafter,
+            "draft": self.speculation.draft,
+            "verify": self.speculation.verify,
+            "prompts": self.source,
+            "num_prompts": len(self.prompts),
+            "max_new_tokens": self.max_new_tokens,
+            "sampling": asdict(self.sampling),
+            "runtime": asdict(runtime),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanTask(PlannedAnswers):
+    """Ways to draft, and prompts in the order of the report's answers.
+
+    Args:
         ks: lengths of chains; None for all up to the longest in the report, or up to 8 without a report.
         trees: node budgets; None for those in the report, or 8, 16 and 32 without a report and `ks`.
-        prompts: texts, in the order of the report's answers.
-        source: of the prompts, see `paradraft.data.prompts.counted`.
 
     Raises:
         ValueError: the drafter drafts nothing, has no K to choose, or drafts no trees; a draft model is missing or has
             no weights; or the prompts do not fill whole batches.
     """
 
-    target: str
-    speculation: Speculation
     batches: tuple[int, ...]
     ks: tuple[int, ...] | None
     trees: tuple[int, ...] | None
-    prompts: list[str]
-    max_new_tokens: int
-    sampling: Sampling
-    source: str | None = None
 
     def __post_init__(self) -> None:
         drafter = self.speculation.drafter
