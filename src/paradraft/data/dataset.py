@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -63,36 +63,36 @@ def load_samples(
     template = dated(undated, date_string, day)
     how = Tokenization(template=template, max_length=max_length, long=long, columns=columns or {})
     samples: list[Sample] = []
-    unlabelled: list[str] = []
     cuts = _Cuts(max_length=max_length)
-    has_talks = False
     mix = list(map(as_source, sources))
     for source in mix:
         source_samples: list[Sample] = []
         for record in tokenized_records(source.path, how, cache or TokenCache(), day=day):
-            has_talks = has_talks or record.is_talk
             source_samples += record.samples
             cuts.note(record)
-            if record.is_unlabelled:
-                unlabelled.append(record.place)
         samples += share(source_samples, source, seed)
-    if unlabelled and not skip_unlabelled:
-        raise ValueError(
-            f"nothing is a label in {len(unlabelled)} samples ({_some(unlabelled)}): remove them, or set "
-            "skip_unlabelled=true"
-        )
+    if not skip_unlabelled:
+        cuts.check_labels()
     for warning in cuts.warnings():
         warnings.warn(warning, stacklevel=2)
     if not samples:
         raise ValueError(
             f"nothing to learn in {', '.join(str(source.path) for source in mix)}: no sample has a token to predict"
         )
-    if chat_template_kwargs and not has_talks:
-        warnings.warn("chat_template_kwargs is ignored without conversations in the data", stacklevel=2)
-    if date_string is not None and (template is undated or not has_talks):
-        why = "the model's chat template writes no date" if has_talks else "there are no conversations in the data"
-        warnings.warn(f"date_string={date_string} is ignored: {why}", stacklevel=2)
+    for warning in _ignored(chat_template_kwargs, date_string, cuts.has_talks, writes_date=template is not undated):
+        warnings.warn(warning, stacklevel=2)
     return samples
+
+
+def _ignored(
+    variables: Mapping[str, Any] | None, date_string: str | None, has_talks: bool, *, writes_date: bool
+) -> Iterator[str]:
+    """Warnings about settings of the chat template without effect."""
+    if variables and not has_talks:
+        yield "chat_template_kwargs is ignored without conversations in the data"
+    if date_string is not None and not (has_talks and writes_date):
+        why = "the model's chat template writes no date" if has_talks else "there are no conversations in the data"
+        yield f"date_string={date_string} is ignored: {why}"
 
 
 @dataclass(kw_only=True)
@@ -109,7 +109,9 @@ class _Cuts:
     labels: int = 0
     lost: int = 0
     empty: list[str] = field(default_factory=list)
+    unlabelled: list[str] = field(default_factory=list)
     headless: int = 0
+    has_talks: bool = False
 
     def note(self, record: Tokenized) -> None:
         self.samples += record.wholes
@@ -117,7 +119,16 @@ class _Cuts:
         self.labels += record.labels
         self.lost += record.lost
         self.empty += [record.place] * record.empty
+        self.unlabelled += [record.place] * record.is_unlabelled
+        self.has_talks |= record.is_talk
         self.headless += record.headless
+
+    def check_labels(self) -> None:
+        if self.unlabelled:
+            raise ValueError(
+                f"nothing is a label in {len(self.unlabelled)} samples ({_some(self.unlabelled)}): remove them, or set "
+                "skip_unlabelled=true"
+            )
 
     def warnings(self) -> list[str]:
         lines = []

@@ -134,20 +134,35 @@ def custom_generate(
         seed = int(torch.randint(2**31, ())) if generation_config.do_sample else 0
     seed = whole_number("seed", seed)
     rows = input_ids.tolist()
-    generations = []
-    for index, (row, pad) in enumerate(zip(rows, pads, strict=True)):
-        sampling = _sampling(generation_config, logits_processor, tuple(row[:pad]), seed + index)
-        max_length = generation_config.max_length or engine.target.capacity + pad
-        if (length := max(max_length, len(row) + 1) - pad) > engine.target.capacity:
-            raise ValueError(
-                f"custom_generate: the model has room for {engine.target.capacity} tokens, and {length} are asked for "
-                "with the prompt: ask for less"
-            )
-        limit, eos_ids = max_length - len(row), _eos_ids(generation_config)
-        request = Request(id=index, tokens=row[pad:], sampling=sampling, max_new_tokens=limit, eos_ids=eos_ids)
-        generations.append(Generation(request))
+    capacity = engine.target.capacity
+    generations = [
+        Generation(_request(index, row, pad, capacity, generation_config, logits_processor, seed))
+        for index, (row, pad) in enumerate(zip(rows, pads, strict=True))
+    ]
     answers = _decoded(engine, generations, rows, stopping_criteria, input_ids.device, streamer)
     return _joined(input_ids, answers, generation_config)
+
+
+def _request(
+    index: int,
+    row: list[int],
+    pad: int,
+    capacity: int,
+    config: GenerationConfig,
+    processors: LogitsProcessorList,
+    seed: int,
+) -> Request:
+    """Request of a row with `pad` padding tokens; raises ValueError if its answer does not fit."""
+    max_length = config.max_length or capacity + pad
+    if (length := max(max_length, len(row) + 1) - pad) > capacity:
+        raise ValueError(
+            f"custom_generate: the model has room for {capacity} tokens, and {length} are asked for with the prompt: "
+            "ask for less"
+        )
+    return Request(
+        id=index, tokens=row[pad:], sampling=_sampling(config, processors, tuple(row[:pad]), seed + index),
+        max_new_tokens=max_length - len(row), eos_ids=_eos_ids(config),
+    )  # fmt: skip
 
 
 def _check(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -58,45 +59,57 @@ def audit_endpoint(
         again = endpoint.answers(questions, lambda done: report(f"the same together: {done} of {len(questions)}"))
         greedy = [*alone, *(new for new, old in zip(again, alone, strict=True) if new.tokens != old.tokens)]
     chances = [
-        ServerPrompt(
-            number=number, prompt=prompt, max_new_tokens=max_new_tokens, temperature=temperature,
-            seed=seed + sample * len(prompts) + number - 1,
-        )
+        replace(each, temperature=temperature, seed=seed + sample * len(prompts) + each.number - 1)
         for sample in range(samples)
-        for number, prompt in enumerate(prompts, start=1)
-    ]  # fmt: skip
+        for each in questions
+    ]
     sampled = endpoint.answers(chances, lambda done: report(f"sampled answers: {done} of {len(chances)}"))
+    answers = _known(greedy, read_by_model)
+    if not answers:
+        raise ValueError(f"endpoint {endpoint.url} answers nothing that could be compared: every answer is empty")
+    fault = _fault(answers, greedy, endpoint, reference, prompts, draft_tokenizer, report)
+    drafting = None if draft is None else _drafting(_known(alone, read_by_model), draft, (before, after), report)
+    is_named = any(served.is_named for served in (*greedy, *sampled))
+    groups = [group for group in (endpoint.end_ids, endpoint.ambiguous if is_named else ()) if group]
+    return judge(
+        answers, _known(sampled, read_by_model), reference, groups=groups, temperature=temperature, prompts=fault,
+        drafting=drafting, report=report,
+    )  # fmt: skip
+
+
+def _known(answers: Sequence[Served], read_by_model: Sequence[list[int]]) -> list[Read]:
+    """Answers that have tokens, with the prompts that were read: those that the server tells, or the model's."""
+    return [
+        Read(served=served, prompt=served.read or read_by_model[served.question.number - 1])
+        for served in answers
+        if served.tokens
+    ]
+
+
+def _fault(
+    answers: Sequence[Read],
+    greedy: Sequence[Served],
+    endpoint: AuditedServer,
+    reference: Reference,
+    prompts: Sequence[str | list[Message]],
+    draft_tokenizer: PreTrainedTokenizerBase | None,
+    report: Callable[[str], None],
+) -> str | None:
+    """The likely fault of the prompts that the server has read; None if there is none."""
+    longest = max(answers, key=lambda read: len(read.served.tokens)).served
+    if longest.read is None:
+        report("reading the prompts in other ways")
+        likely = fault_that_fits(
+            longest, prompts[longest.question.number - 1], endpoint.tokenizer, draft_tokenizer,
+            lambda ids: fits(Read(served=longest, prompt=ids), reference),
+        )  # fmt: skip
+        if likely is not None:
+            return likely
     faults = (
         fault_of_prompt(served, prompts[served.question.number - 1], endpoint.tokenizer, draft_tokenizer)
         for served in greedy
     )
-
-    def known(answers: Sequence[Served]) -> list[Read]:
-        reads = [
-            Read(served=served, prompt=served.read or read_by_model[served.question.number - 1]) for served in answers
-        ]
-        return [read for read in reads if read.served.tokens]
-
-    answers = known(greedy)
-    if not answers:
-        raise ValueError(f"endpoint {endpoint.url} answers nothing that could be compared: every answer is empty")
-    fault = next((fault for fault in faults if fault is not None), None)
-    longest = max(answers, key=lambda read: len(read.served.tokens)).served
-    if longest.read is None:
-        report("reading the prompts in other ways")
-        prompt = prompts[longest.question.number - 1]
-        likely = fault_that_fits(
-            longest, prompt, endpoint.tokenizer, draft_tokenizer,
-            lambda ids: fits(Read(served=longest, prompt=ids), reference),
-        )  # fmt: skip
-        fault = likely or fault
-    drafting = None if draft is None else _drafting(known(alone), draft, (before, after), report)
-    is_named = any(served.is_named for served in (*greedy, *sampled))
-    groups = [group for group in (endpoint.end_ids, endpoint.ambiguous if is_named else ()) if group]
-    return judge(
-        answers, known(sampled), reference, groups=groups, temperature=temperature, prompts=fault,
-        drafting=drafting, report=report,
-    )  # fmt: skip
+    return next((fault for fault in faults if fault is not None), None)
 
 
 def _drafting(

@@ -127,22 +127,7 @@ def judge(
     for index, read in enumerate(greedy, start=1):
         report(f"{reference.name}: greedy answer {index} of {len(greedy)}")
         findings.add_greedy(read, _table(reference, read))
-    values: list[Tensor] = []
-    controls: list[Tensor] = []
-    generator = torch.Generator().manual_seed(0)
-    for index, read in enumerate(sampled, start=1):
-        report(f"{reference.name}: sampled answer {index} of {len(sampled)}")
-        table = _table(reference, read)
-        if temperature == 1.0:  # at others some servers give the probabilities before it, and some those after it
-            findings.add_difference(read.served, table)
-        for begin in range(0, len(table.logprobs), POSITIONS):
-            part, tokens = table.rows(begin, begin + POSITIONS), read.served.tokens[begin : begin + POSITIONS]
-            for kept, share in ((values, 1.0), (controls, CONTROL)):
-                scaled = part.at_temperature(temperature * share).merged(findings.groups, summed=True)
-                kept.append(pit_values(scaled.logprobs.exp(), scaled.columns(tokens), generator))
-    most = sum(read.served.question.max_new_tokens for read in sampled)
-    tested = uniformity(torch.cat(values), most) if values else None
-    control = uniformity(torch.cat(controls), most) if controls else None
+    tested, control = _distribution(sampled, reference, findings, temperature, report)
     difference = findings.difference
     digits = _digits(findings.logprobs)
     rounded = Difference(largest=0.0, root_mean_square=0.0) if digits is None else _of_digits(digits)
@@ -165,6 +150,33 @@ def judge(
         greedy_tokens=findings.greedy_tokens, greedy_places=findings.greedy_places, explained=explained,
         source=reference.source, prompts=prompts, uniformity=tested, control=control, drafting=drafting,
     )  # fmt: skip
+
+
+def _distribution(
+    sampled: Sequence[Read],
+    reference: Reference,
+    findings: _Findings,
+    temperature: float,
+    report: Callable[[str], None],
+) -> tuple[Uniformity | None, Uniformity | None]:
+    """Tests the distribution of sampled tokens, and a control that must fail; None without samples."""
+    values: list[Tensor] = []
+    controls: list[Tensor] = []
+    generator = torch.Generator().manual_seed(0)
+    for index, read in enumerate(sampled, start=1):
+        report(f"{reference.name}: sampled answer {index} of {len(sampled)}")
+        table = _table(reference, read)
+        if temperature == 1.0:  # at others some servers give the probabilities before it, and some those after it
+            findings.add_difference(read.served, table)
+        for begin in range(0, len(table.logprobs), POSITIONS):
+            part, tokens = table.rows(begin, begin + POSITIONS), read.served.tokens[begin : begin + POSITIONS]
+            for kept, share in ((values, 1.0), (controls, CONTROL)):
+                scaled = part.at_temperature(temperature * share).merged(findings.groups, summed=True)
+                kept.append(pit_values(scaled.logprobs.exp(), scaled.columns(tokens), generator))
+    if not values:
+        return None, None
+    most = sum(read.served.question.max_new_tokens for read in sampled)
+    return uniformity(torch.cat(values), most), uniformity(torch.cat(controls), most)
 
 
 def fits(read: Read, reference: Reference) -> bool:
