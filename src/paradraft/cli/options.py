@@ -176,14 +176,9 @@ SECTIONS = {
 IN_TURN = (Sampling, Placement, Limits, Runtime, Speculation)
 """Order of reading: dataclasses that import torch come last, so that mistakes in the others are reported at once."""
 TYPES: dict[str, Any] = {
-    "tree_budget": int | None,
-    "tree_paths": str | None,
-    "logit_bias": list[str] | None,
-    "gamma": str | None,
-    "target_cpus": str | None,
-    "target_stages": str | None,
-    "draft_cpus": str | None,
-}
+    "tree_budget": int | None, "logit_bias": list[str] | None,
+    **dict.fromkeys(("tree_paths", "gamma", "target_cpus", "target_stages", "draft_cpus"), str | None),
+}  # fmt: skip
 """Types of options that are parsed into a field of another type; their default is None."""
 REQUIRED = inspect.Parameter.empty
 """Default of a required option."""

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from paradraft.cli import options
+from paradraft.cli.commands.report import print_methods
 from paradraft.cli.ignored import warn_ignored, without_chance
 from paradraft.cli.importing import importing
 from paradraft.cli.json_output import JsonOutput, json_option
@@ -263,16 +264,12 @@ def _show(results: dict[str, dict[str, Any]], errors: Console) -> tuple[dict[str
     """Prints the results, with notes on `errors`; returns the JSON file's content and the summary."""
     from paradraft.bench.hardware.profile import profile_table
     from paradraft.bench.labels import labels
-    from paradraft.bench.report.summary import latency_table, notes, table, title_of
+    from paradraft.bench.report.summary import title_of
 
     titled = {name: {"title": title_of(result), **result} for name, result in results.items()}
     for result in titled.values():
         title, methods = result["title"], result["methods"]
-        console().print(table(methods, title))
-        print("\n".join(notes(methods)))
-        if (latencies := latency_table(methods)) is not None:
-            print()
-            console().print(latencies)
+        print_methods(methods, title)
         if result["arguments"]["runtime"]["compiled"] is not False:
             shown = labels(methods)
             first = "; ".join(f"{shown[spec]}: {figures['warm_up_s']:.0f} s" for spec, figures in methods.items())

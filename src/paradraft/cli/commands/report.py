@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,7 +25,7 @@ def report(
     with importing():
         from paradraft.bench.report.page.page import check_folder, read_result, write_page
         from paradraft.bench.report.plot import plot
-        from paradraft.bench.report.summary import latency_table, notes, table, title_of
+        from paradraft.bench.report.summary import title_of
         from paradraft.bench.result_file import selected
         from paradraft.files import check_outputs
 
@@ -41,8 +41,15 @@ def report(
     if out is not None:
         print(write_page(out, content))
     if out is None and plot_file is None:
-        console().print(table(content["methods"], title_of(content)))
-        print("\n".join(notes(content["methods"])))
-        if (latencies := latency_table(content["methods"])) is not None:
-            print()
-            console().print(latencies)
+        print_methods(content["methods"], title_of(content))
+
+
+def print_methods(methods: dict[str, Any], title: str) -> None:
+    """Prints the figures of methods with notes, and their latencies if there are any."""
+    from paradraft.bench.report.summary import latency_table, notes, table
+
+    console().print(table(methods, title))
+    print("\n".join(notes(methods)))
+    if (latencies := latency_table(methods)) is not None:
+        print()
+        console().print(latencies)
