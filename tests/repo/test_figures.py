@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from paradraft.bench.report.page.page import read_result
+from paradraft.bench.report.page import read_result
 from paradraft.bench.report.plot import description
 
 ROOT = Path(__file__).parents[2]

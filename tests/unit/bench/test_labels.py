@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paradraft.bench.labels import LABELS, full_paths, labels
-from paradraft.bench.report.page.page import page
+from paradraft.bench.report.page import page
 from paradraft.bench.report.plot import description
 from paradraft.bench.report.summary import notes
 from paradraft.bench.spec import Method

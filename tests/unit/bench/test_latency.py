@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from paradraft.bench.latency import latencies
-from paradraft.bench.report.page.page import page
+from paradraft.bench.report.page import page
 from paradraft.bench.report.summary import latency_table
 from paradraft.bench.result import BatchResult
 from paradraft.bench.result_file import completed

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paradraft.bench.report.page.page import read_result
+from paradraft.bench.report.page import read_result
 from paradraft.bench.result_file import completed, mark, selected, speedups, without_baseline
 from tests.support.bench_result import result
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paradraft.bench.report.page.page import page
+from paradraft.bench.report.page import page
 from paradraft.bench.report.summary import notes
 from paradraft.bench.result_file import completed
 from paradraft.bench.steadiness import UNSTEADY, steadiness, unsteady_runs

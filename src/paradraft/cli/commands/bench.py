@@ -128,7 +128,7 @@ class BenchArgs:
 def bench(context: typer.Context, *, args: BenchArgs) -> None:
     """Compare methods on the same prompts, interleaved. For programs the last line of the output is JSON."""
     with importing():
-        from paradraft.bench.report.page.page import check_folder, write_page
+        from paradraft.bench.report.page import check_folder, write_page
         from paradraft.bench.report.plot import plot
         from paradraft.bench.run import run_benchmark
 

@@ -23,7 +23,7 @@ def report(
 ) -> None:
     """Show a result of paradraft bench again: as an HTML page, as a picture, or without either as the table."""
     with importing():
-        from paradraft.bench.report.page.page import check_folder, read_result, write_page
+        from paradraft.bench.report.page import check_folder, read_result, write_page
         from paradraft.bench.report.plot import plot
         from paradraft.bench.report.summary import title_of
         from paradraft.bench.result_file import selected

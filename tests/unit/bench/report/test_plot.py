@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from paradraft.bench.report.page.page import read_result
+from paradraft.bench.report.page import read_result
 from paradraft.bench.report.plot import draw, plot
 from paradraft.bench.result_file import selected
 from tests.support.bench_result import ahead, figures, result

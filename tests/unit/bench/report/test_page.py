@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from paradraft.bench.report.page.html import Element
-from paradraft.bench.report.page.page import page, read_result, write_page
+from paradraft.bench.report.page import page, read_result, write_page
 from paradraft.data.prompt_source import DEFAULT
 from tests.support.bench_result import LENGTHS, UNTOLD, ahead, figures, result
 
-ROOT = Path(__file__).parents[5]
+ROOT = Path(__file__).parents[4]
 HOSTILE = [
     "</script><script>alert(1)</script>", "<b>&amp;\"'", "</pre></style><!--", "\x1b[31m\x00\x85", "\u202egnp.exe",
     "\ud800", "tab\tand\nnewline", "<img src=https://example.com/x.png>",
@@ -252,7 +251,7 @@ def test_chromium_shows_it(width: int, tmp_path: Path) -> None:
         f"pard:draft=build/a-folder-with-a-long-name/{i}:k=4": copy.deepcopy(figures("pard")) for i in range(9)
     }
     given["example"]["prompt"] = "x" * 500 + HOSTILE[0]
-    frame = Element.of("iframe", width=width, height=800, style="border:0", srcdoc=page(given))
+    frame = f'<iframe width="{width}" height="800" style="border:0" srcdoc="{html.escape(page(given))}"></iframe>'
     inside = "document.querySelector('iframe').contentDocument"
     right = f"[...{inside}.querySelectorAll('section > :not(.scroll)')].map(e => e.getBoundingClientRect().right)"
     probe = f"document.title = [{inside}.documentElement.scrollWidth, Math.max(...{right}), {inside}.title].join('|')"
