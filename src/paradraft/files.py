@@ -39,7 +39,7 @@ def write_output(file: Path, content: bytes) -> None:
     if _is_stream(file):
         file.write_bytes(content)
         return
-    with _temporary_beside(file) as new:
+    with temporary_beside(file) as new:
         new.write_bytes(content)
         os.replace(new, os.path.realpath(file))
 
@@ -56,7 +56,7 @@ def _problem(file: Path) -> str | None:
         return f"there is no folder {str(folder)!r}, make it first"
     try:
         # Tried, because a file system may refuse what permissions allow.
-        with _temporary_beside(file) as new:
+        with temporary_beside(file) as new:
             new.touch()
     except OSError as error:
         return f"its folder takes no new file ({error.strerror})"
@@ -68,7 +68,7 @@ def _is_stream(file: Path) -> bool:
 
 
 @contextmanager
-def _temporary_beside(file: Path) -> Iterator[Path]:
+def temporary_beside(file: Path) -> Iterator[Path]:
     """Yields a temporary path in the same folder as `file`, and deletes it afterwards."""
     real = Path(os.path.realpath(file))
     new = real.with_name(f"{real.name}.{os.getpid()}.new")

@@ -1,4 +1,4 @@
-"""Writes a model as a GGUF file, with its tokenizer and a PARD drafter's mask token.
+"""Writes a model as a GGUF file, optionally with its tokenizer and a PARD drafter's mask token.
 
 To llama.cpp the file is an ordinary model. Matrices have the requested type if their rows are whole blocks of it; norms
 and biases are F32, as in files of llama.cpp's converter.
@@ -7,6 +7,7 @@ and biases are F32, as in files of llama.cpp's converter.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,8 @@ from paradraft.export.gguf_vocabulary import metadata_of
 from paradraft.formats.gguf import PARD_MASKS, PARD_TOKEN
 from paradraft.formats.gguf_blocks import KINDS, NAMES
 from paradraft.formats.pard import declared_mask_id
-from paradraft.models.architectures import head_size, spec_of
-from paradraft.sources.gguf_model import (
-    INNER,
-    ROPE,
-    architectures,
-    llama3_factors,
-    names_of,
-    row_order,
-    settings_of,
-)
+from paradraft.models.architectures import FAMILIES, head_size, spec_of
+from paradraft.sources.gguf_model import INNER, ROPE, llama3_factors, names_of, row_order, settings_of
 from paradraft.text.generation_config import end_ids
 
 FILE = "model.gguf"
@@ -48,17 +41,29 @@ def check_can_write(config: PretrainedConfig, dtype: str, name: str) -> None:
     Raises:
         ValueError: dtype, architecture or YaRN settings are unsupported, or the `gguf` package is not installed.
     """
-    try:
-        import gguf  # noqa: F401  # whether it is there
-    except ImportError:
-        raise ValueError("--to gguf needs the gguf package: pip install 'paradraft[gguf]'") from None
     if dtype not in TYPES:
         raise ValueError(f"--draft-dtype {dtype} with --to gguf: use one of {', '.join(TYPES)}")
-    if config.model_type not in architectures():
+    check_config(config, name)
+
+
+def check_config(config: PretrainedConfig, name: str) -> None:
+    """Checks that models of a config can be written, and that llama.cpp computes the same as they do.
+
+    Raises:
+        ValueError: architecture, activation or rope settings are unsupported, or the `gguf` package is not installed.
+    """
+    if find_spec("gguf") is None:
+        raise ValueError("writing GGUF files needs the gguf package: pip install 'paradraft[gguf]'")
+    if spec_of(config).gguf is None:
+        written = [family for family, spec in FAMILIES.items() if spec.gguf is not None]
         raise ValueError(
-            f"{name!r} is a {config.model_type} model; GGUF files are written of {', '.join(architectures())} models"
+            f"{name!r} is a {config.model_type} model; GGUF files are written of {', '.join(written)} models"
         )
+    if config.hidden_act != "silu":
+        raise ValueError(f"{name!r}: llama.cpp computes silu, not {config.hidden_act!r}")
     rope = config.rope_parameters
+    if rope.get("rope_type") == "llama3" and not spec_of(config).has_gguf_pairs:
+        raise ValueError(f"{name!r}: llama.cpp reads changed rope frequencies of Llama models only")
     if rope.get("rope_type") == "yarn" and any(
         rope.get(key, value) != value for key, value in (*_YARN.items(), ("attention_factor", None), ("mscale", None))
     ):
@@ -66,43 +71,39 @@ def check_can_write(config: PretrainedConfig, dtype: str, name: str) -> None:
 
 
 def write_gguf(
-    file: Path,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    generation: GenerationConfig,
-    *,
-    dtype: str,
-    name: str,
+    file: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, dtype: str, name: str
 ) -> None:
-    """Writes a model that `check_can_write` accepts.
+    """Writes a model that `check_config` accepts.
 
     Args:
-        model: on the CPU; its config may declare mask tokens.
-        generation: its end tokens are written.
+        model: on the CPU; its config may declare mask tokens, and its generation config names the end tokens.
+        tokenizer: None for a file without a vocabulary, for programs that exchange token ids.
         dtype: of the matrices, one of `TYPES`.
         name: for `general.name`.
 
     Raises:
-        ValueError: the tokenizer is of an unsupported kind.
+        ValueError: the tokenizer is of an unsupported kind, or the format has no name for a weight.
     """
     import gguf
 
-    config, arch = model.config, model.config.model_type
+    config, arch = model.config, spec_of(model.config).gguf
+    tensors = dict(_tensors(model, name))
     writer = gguf.GGUFWriter(file, arch)
     metadata = {
         "general.type": "model", "general.name": name, "general.file_type": _FILE_TYPES[TYPES[dtype]],
         "general.quantization_version": 2, **{f"{arch}.{key}": value for key, value in _settings(config).items()},
-        **metadata_of(tokenizer, config.vocab_size, name), **_ends(generation, tokenizer.eos_token_id),
     }  # fmt: skip
-    if (mask := declared_mask_id(config)) is not None:
-        metadata |= {
-            "tokenizer.ggml.mask_token_id": mask,
-            PARD_TOKEN: mask,
-            PARD_MASKS: getattr(config, "pard_masks", 1),
-        }
+    if tokenizer is None:
+        metadata["tokenizer.ggml.model"] = "none"
+    else:
+        metadata |= metadata_of(tokenizer, config.vocab_size, name)
+        metadata |= _ends(model.generation_config, tokenizer.eos_token_id)
+        if (mask := declared_mask_id(config)) is not None:
+            masks = getattr(config, "pard_masks", 1)
+            metadata |= {"tokenizer.ggml.mask_token_id": mask, PARD_TOKEN: mask, PARD_MASKS: masks}
     for key, value in metadata.items():
         _add(writer, key, value)
-    for tensor, weight in _tensors(model):
+    for tensor, weight in tensors.items():
         kind = _kind(weight, dtype)
         writer.add_tensor(tensor, gguf.quants.quantize(weight.float().numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -141,9 +142,11 @@ def _ends(generation: GenerationConfig, first: int | None) -> Mapping[str, int]:
     return {f"tokenizer.ggml.{key}_token_id": token for key, token in zip(("eos", "eot", "eom"), ends, strict=False)}
 
 
-def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: PreTrainedModel, name: str) -> Iterator[tuple[str, Tensor]]:
     config = model.config
     weights = dict(model.named_parameters())
+    if unknown := weights.keys() - {ours for _, ours in names_of(config.num_hidden_layers)}:
+        raise ValueError(f"{name!r}: llama.cpp has no weight {min(unknown)!r}")
     size = head_size(config)
     heads = {INNER["attn_q"]: config.num_attention_heads, INNER["attn_k"]: config.num_key_value_heads}
     for theirs, ours in names_of(config.num_hidden_layers):

@@ -183,7 +183,7 @@ def _hand_off_model(task: HandoffTask, folder: str, target_folder: str, out: Pat
     model.generation_config = load_generation_config(target_folder)
     with whole_folder(out) as new:
         if engine == GGUF:
-            write_gguf(new / FILE, model.eval(), tokenizer, model.generation_config, dtype=dtype, name=out.name)
+            write_gguf(new / FILE, model.eval(), tokenizer, dtype=dtype, name=out.name)
         else:
             write_model(new, model.eval(), tokenizer)
         return _finished(task, new, out, target_folder, drafter, notes)

@@ -41,8 +41,6 @@ PEERS = {
     LLAMA_CPP: Peer(like="none", settings=("dtype", "batch")),
     "llama-cpp-draft": Peer(like="autoregressive", settings=("dtype", "batch", "k", "draft")),
 }
-LLAMA_CPP_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
-"""llama.cpp's names of the dtypes of weights."""
 
 
 def is_vllm(name: str) -> bool:

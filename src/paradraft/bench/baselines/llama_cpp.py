@@ -7,6 +7,7 @@ content. A model that is a GGUF file already is loaded as it is.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -18,13 +19,14 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 
-from paradraft.bench.baselines import LLAMA_CPP_TYPES, is_llama_cpp, llama_cpp_worker
-from paradraft.bench.baselines.gguf_writer import check_config, write_gguf
+from paradraft.bench.baselines import is_llama_cpp, llama_cpp_worker
 from paradraft.bench.baselines.process import EngineProcess, without_engine
 from paradraft.bench.result import BatchResult, PeerCounts
 from paradraft.bench.spec import Method
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.digests import model_digest
+from paradraft.export.gguf import TYPES, check_config, write_gguf
+from paradraft.files import temporary_beside
 from paradraft.models.devices import TORCH_DTYPES, computes_bf16
 from paradraft.models.names import POCKET, PREFIX, is_shape
 from paradraft.models.runtime import QUANTIZED, Runtime
@@ -45,7 +47,7 @@ PACKAGE = "lib/python*/site-packages/llama_cpp*"
 ENVIRONMENTS = ("pyvenv.cfg", "conda-meta")
 """Files of which every environment has one."""
 GGUF = ".gguf"
-WRITTEN = 1
+WRITTEN = 2
 """Version of the writer; raised with every change, so that older files are not reused."""
 
 
@@ -159,9 +161,9 @@ def check_llama_cpp(methods: Sequence[Method], target: str, sampling: Sampling, 
 
 
 def _check_folder(folder: str, dtype: str) -> None:
-    if dtype not in LLAMA_CPP_TYPES:
-        raise ValueError(f"llama.cpp has no weights in {dtype!r}: use one of {', '.join(LLAMA_CPP_TYPES)}")
-    check_config(config_of(folder))
+    if dtype not in TYPES:
+        raise ValueError(f"llama.cpp has no weights in {dtype!r}: use one of {', '.join(TYPES)}")
+    check_config(config_of(folder), folder)
 
 
 def worker_settings(
@@ -212,14 +214,16 @@ def model_file(folder: str, dtype: str, cache: Path, report: Callable[[str], Non
         return {"file": str(Path(folder).absolute())}
     whole = whole_dtype(dtype)
     base = f"{Path(folder.removeprefix(PREFIX)).name}-{_digest(folder, whole)}"
-    source, rounded = (cache / f"{base}-{LLAMA_CPP_TYPES[kind]}{GGUF}" for kind in (whole, dtype))
+    source, rounded = (cache / f"{base}-{TYPES[kind]}{GGUF}" for kind in (whole, dtype))
     if rounded.is_file():
         return {"file": str(rounded)}
     if not source.is_file():
         report(f"writing {source.name} for llama.cpp")
         try:
             cache.mkdir(exist_ok=True)
-            write_gguf(_model(folder, whole), source)
+            with temporary_beside(source) as new:
+                write_gguf(new, _model(folder, whole), None, dtype=whole, name=base)
+                os.replace(new, source)
         except OSError as error:
             reason = error.strerror or error
             raise ValueError(
@@ -227,7 +231,7 @@ def model_file(folder: str, dtype: str, cache: Path, report: Callable[[str], Non
             ) from None
     if dtype not in QUANTIZED:
         return {"file": str(source)}
-    return {"file": str(rounded), "source": str(source), "type": LLAMA_CPP_TYPES[dtype]}
+    return {"file": str(rounded), "source": str(source), "type": TYPES[dtype]}
 
 
 def whole_dtype(dtype: str) -> str:

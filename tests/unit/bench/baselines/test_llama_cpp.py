@@ -239,7 +239,7 @@ def test_what_cannot_be_compared_is_refused(family: Path, tmp_path: Path) -> Non
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "olmo2", "vocab_size": 64}', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"is a olmo2 model, and paradraft writes GGUF files of llama, mistral"):
+    with pytest.raises(ValueError, match=r"is a olmo2 model; GGUF files are written of llama, mistral"):
         check("llama-cpp", str(other))
     with pytest.raises(ValueError, match=r"'llama-cpp-draft:draft=nowhere': unknown model 'nowhere'|cannot be asked"):
         check("llama-cpp-draft:draft=nowhere")

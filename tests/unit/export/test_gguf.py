@@ -1,4 +1,4 @@
-"""GGUF files, read back by the package of llama.cpp's authors."""
+"""GGUF files without a tokenizer, read back by the package of llama.cpp's authors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen3Config
 
-from paradraft.bench.baselines.gguf_writer import write_gguf
+from paradraft.export.gguf import check_config, write_gguf
+from paradraft.sources.gguf_model import config_of
 from tests.support.random_models import random_model
 
 
@@ -35,8 +36,7 @@ def test_all_weights_are_in_the_file(dtype: torch.dtype, tmp_path: Path) -> None
     """Guards names, shapes and numbers: a weight that is missing or twice is noticed by llama.cpp, a wrong one by
     nobody. Norms are float32 in any case."""
     model = random_model("qwen3", dtype=dtype)
-    model.model.rotary_emb = random_model("qwen3").model.rotary_emb  # `from_pretrained` does not round it either
-    write_gguf(model, tmp_path / "model.gguf")
+    write_gguf(tmp_path / "model.gguf", model, None, dtype=str(dtype).removeprefix("torch."), name="m")
     settings, tensors = read(tmp_path / "model.gguf")
     names = [one.name for one in GGUFReader(tmp_path / "model.gguf").tensors]
     kinds = {one.name: one.tensor_type.name for one in GGUFReader(tmp_path / "model.gguf").tensors}
@@ -87,7 +87,7 @@ def test_queries_and_keys_of_llama_are_rotated_by_neighbours(kind: str, tmp_path
     """Guards the order of rows, and the frequencies of Llama 3: scores of a head, computed from the file by llama.cpp's
     rule, are those of the model. Texts of a model in the wrong order make sense for a few tokens."""
     model = random_model(kind)
-    write_gguf(model, tmp_path / "model.gguf")
+    write_gguf(tmp_path / "model.gguf", model, None, dtype="float32", name="m")
     settings, tensors = read(tmp_path / "model.gguf")
     config, layer = model.config, model.model.layers[0].self_attn
     size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
@@ -111,30 +111,41 @@ def test_queries_and_keys_of_llama_are_rotated_by_neighbours(kind: str, tmp_path
     assert ("output.weight" in tensors) != config.tie_word_embeddings
 
 
-def tiny_llama(**settings: Any) -> PreTrainedModel:
-    sizes = {
-        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
-    }  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**sizes | settings)).eval().requires_grad_(False)
+SIZES = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
-def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
-    """Guards against a peer that is timed on another model: nothing is written then."""
-    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+def test_other_computations_than_those_of_llama_cpp_are_refused(tmp_path: Path) -> None:
+    """Guards against a file that llama.cpp loads and computes differently: nothing is written then."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 2}
+    llama3 = random_model("llama").config.rope_parameters
     refused = {
-        "no GGUF file with 'yarn' rope": tiny_llama(rope_parameters=yarn),
-        "computes silu, not 'gelu'": tiny_llama(hidden_act="gelu"),
-        "changed rope frequencies of Llama models only": random_model("qwen3"),
-        "no weight 'model.layers.0.self_attn.sinks'": tiny_llama(),
+        "settings of YaRN that GGUF files do not hold": LlamaConfig(**SIZES, rope_parameters=yarn),
+        "computes silu, not 'gelu'": LlamaConfig(**SIZES, hidden_act="gelu"),
+        "changed rope frequencies of Llama models only": Qwen3Config(**SIZES, rope_parameters=llama3),
     }
-    refused["changed rope frequencies of Llama models only"].model.rotary_emb.inv_freq[0] /= 2
-    layer = refused["no weight 'model.layers.0.self_attn.sinks'"].model.layers[0].self_attn
-    layer.sinks = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
-    for message, model in refused.items():
+    for message, config in refused.items():
         with pytest.raises(ValueError, match=message):
-            write_gguf(model, tmp_path / "model.gguf")
+            check_config(config, "m")
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    with pytest.raises(ValueError, match=r"no weight 'model.layers.0.self_attn.sinks'"):
+        write_gguf(tmp_path / "model.gguf", model, None, dtype="float32", name="m")
     assert list(tmp_path.iterdir()) == []
-    write_gguf(tiny_llama(rope_parameters=linear), tmp_path / "model.gguf")
-    assert read(tmp_path / "model.gguf")[1]["rope_freqs.weight"] == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("config", [LlamaConfig, MistralConfig])
+def test_mistral_is_llama_and_linear_scaling_is_metadata(config: type[Any], tmp_path: Path) -> None:
+    """Guards models that GGUF has no name of their own for, and factors that llama.cpp applies itself."""
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    model = AutoModelForCausalLM.from_config(config(**SIZES, rope_parameters=linear))
+    write_gguf(tmp_path / "model.gguf", model, None, dtype="float32", name="m")
+    settings, tensors = read(tmp_path / "model.gguf")
+    assert settings["general.architecture"] == "llama" and settings["llama.rope.scaling.type"] == "linear"
+    assert settings["llama.rope.scaling.factor"] == 4.0 and "rope_freqs.weight" not in tensors
+    assert config_of(str(tmp_path / "model.gguf")).rope_parameters == linear
+    queries = model.model.layers[0].self_attn.q_proj.weight.detach()
+    paired = queries.unflatten(0, (2, 2, -1)).transpose(1, 2).flatten(0, 2)
+    assert np.array_equal(tensors["blk.0.attn_q.weight"], paired.numpy())
