@@ -66,10 +66,7 @@ class Model:
     """
 
     def __init__(self, files: dict[str, Any], settings: dict[str, Any], *, wanted: int, api: Any, log: Log) -> None:
-        self._api = api
-        self._log = log
-        self._settings = settings
-        self._wanted = wanted
+        self._api, self._log, self._settings, self._wanted = api, log, settings, wanted
         if not os.path.exists(files["file"]):
             self._round(files)
         parameters = api.llama_model_default_params()
@@ -317,20 +314,17 @@ class Log:
     """The log of llama.cpp: errors go to standard error, and the last one is kept."""
 
     def __init__(self, api: Any) -> None:
-        self._last = ""
+        self.last = ""
+        """The last error, as the end of a sentence."""
         # Kept, because llama.cpp has only a pointer to it.
         self._callback = api.llama_log_callback(self._hear)
         api.llama_log_set(self._callback, None)
 
-    @property
-    def last(self) -> str:
-        """The last error, as the end of a sentence."""
-        return f": {self._last}" if self._last else ""
-
     def _hear(self, level: int, text: bytes, _: object) -> None:
         if level == ERROR:
-            self._last = text.decode(errors="replace").strip()
-            print(self._last, file=sys.stderr)
+            error = text.decode(errors="replace").strip()
+            self.last = f": {error}" if error else ""
+            print(error, file=sys.stderr)
 
 
 def main() -> None:
