@@ -12,16 +12,30 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from busy_machine import busy
 from rich.progress import track
 from worker import Worker
 
 HARDLY = 1.15
 """Tokens a pass below which an engine has hardly drafted."""
+
+
+@contextmanager
+def busy(programs: int) -> Iterator[None]:
+    """As many programs that compute while the body runs."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(programs)]
+    try:
+        yield
+    finally:
+        for program in running:
+            program.kill()
+            program.wait()
 
 
 def work(target: str, drafter: str, draft: str | None, k: int | None, tokens: int) -> None:

@@ -87,6 +87,7 @@ def write_gguf(
     import gguf
 
     config, arch = model.config, spec_of(model.config).gguf
+    assert arch is not None  # checked
     tensors = dict(_tensors(model, name))
     writer = gguf.GGUFWriter(file, arch)
     metadata = {
