@@ -1,9 +1,9 @@
 """Token cache: tokenizes large sources once, in parallel processes, and keeps the tokens on disk.
 
-The name of an entry is the digest of everything that decides the tokens (`_identity`). Entries are written atomically,
-with the digests of their files, which every start checks. If several processes want the same entry, one tokenizes; the
-others wait and read its result. Small sources are tokenized in the calling process, because starting processes takes
-longer.
+An entry is a dataset that `datasets` writes from a generator of rows (`token_table.py`). Its name is the digest of
+everything that decides the tokens (`_identity`), and a manifest has the digests of its files, which every start checks,
+because `datasets` does not. If several processes want the same entry, one tokenizes; the others wait and read its
+result. Small sources are tokenized in the calling process, because starting processes takes longer.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import shutil
+import signal
 import sys
+import threading
 import warnings
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from importlib.metadata import version
-from itertools import islice
+from itertools import chain, islice
+from multiprocessing import connection, parent_process
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,33 +34,25 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.data.records import RECORD_KEYS, Record, content_digest, records
-from paradraft.data.tokens.token_table import SCHEMA, read_table, records_of, table_of
+from paradraft.data.tokens.token_table import TYPES, records_of, row_of
 from paradraft.data.tokens.tokenized import Tokenization, Tokenized, tokenized
 from paradraft.digests import file_digest
 from paradraft.signals import sigterm_raises
 from paradraft.text.chat_template import CLOCK
 
-try:
-    import fcntl
-except ImportError:  # there is none on Windows
-    fcntl = None  # type: ignore[assignment]
-
 WHAT = "training data"
 SMALL_BYTES = 2**22
 """Files up to this size are tokenized in less time than it takes to start processes."""
 BATCH = 200
-"""Records that a process tokenizes before it checks whether another process met a broken one."""
-SHARE = 500
-"""Fewest records per process."""
-FIRST, FIRST_BYTES = 20, 2**16
-"""The first `FIRST` records, up to `FIRST_BYTES` each, are tokenized while the records are read: most mistakes are in
-all records, and are then reported at once."""
-MANIFEST, RECORDS, TOKENS = "manifest.json", "records.arrow", "tokens.arrow"
+"""Records that a process tokenizes at a time."""
+MANIFEST = "manifest.json"
 CODE = ("data/chat.py", "data/records.py", "data/samples.py", "data/tokens/token_table.py", "data/tokens/tokenized.py",
         "text/chat_template.py", "text/tokenization.py")  # fmt: skip
 """Source files of this package that decide the tokens."""
 VERSIONS = ("paradraft", "transformers", "tokenizers", "jinja2")
-RAW = pa.schema([("place", pa.string()), ("record", pa.large_binary())])
+Batch = list[tuple[str, Record | ValueError]]
+_worker = threading.local()
+"""The settings of a process that tokenizes: with each batch, they would be pickled anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,21 +80,20 @@ def tokenized_records(
         ValueError: the source does not exist or cannot be read, or the next record is broken.
     """
     is_small = source.is_file() and source.stat().st_size <= cache.small_bytes
-    is_small = is_small or not _is_text(str(source))  # Arrow could not store the locations of its records
     digest = None if is_small else content_digest(source, WHAT)
     if digest is None:
         yield from _plain(source, how)
         return
     folder = cache.folder or _default_folder()
-    mistake = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         identity = _identity(source, digest, how, day)
         entry = folder / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
-        with _locked(entry.with_name(f"{entry.name}.lock")):
+        with FileLock(f"{entry}.lock"):
             table = _kept(entry, identity)
             if table is None:
-                table, mistake = _make(entry, identity, source, how, cache.processes or _cpus())
+                _make(entry, identity, source, how, cache.processes or _cpus())
+                table = _table(entry)
     except OSError as error:
         warnings.warn(
             f"the tokens of {source} cannot be kept in {folder} ({error.strerror or error}), so every start makes them "
@@ -109,16 +103,6 @@ def tokenized_records(
         yield from _plain(source, how)
         return
     yield from records_of(table)
-    if mistake is not None:
-        raise mistake
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _plain(source: Path, how: Tokenization) -> Iterator[Tokenized]:
@@ -134,19 +118,6 @@ def _default_folder() -> Path:
 
 def _cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    if fcntl is None:
-        with FileLock(file):
-            yield
-        return
-    # Not `flock`, which `FileLock` uses: the processes that `datasets` forks would hold it too, and their manager runs
-    # for ever if its parent is killed.
-    with file.open("w") as stream:
-        fcntl.lockf(stream, fcntl.LOCK_EX)
-        yield
 
 
 def _identity(source: Path, digest: str, how: Tokenization, day: date | None) -> dict[str, Any]:
@@ -194,130 +165,125 @@ def _kept(entry: Path, identity: dict[str, Any]) -> pa.Table | None:
         for name, digest in manifest["files"].items():
             if file_digest(entry / name) != digest:
                 raise ValueError(f"{name} is damaged")
-        return read_table(entry / name for name in manifest["files"])
+        return _table(entry)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         warnings.warn(f"the tokens kept in {entry} cannot be used ({error}): they are made anew", stacklevel=4)
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         return None
 
 
-def _make(
-    entry: Path, identity: dict[str, Any], source: Path, how: Tokenization, processes: int
-) -> tuple[pa.Table, ValueError | None]:
-    """Tokenizes a source in several processes and writes the cache entry.
+def _table(entry: Path) -> pa.Table:
+    """The memory-mapped rows of a cache entry."""
+    names = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))["files"]
+    return pa.concat_tables([pa.ipc.open_stream(pa.memory_map(str(entry / name))).read_all() for name in names])
 
-    Returns:
-        The tokens, and the error at which reading the source ended; then no entry is written.
+
+def _make(entry: Path, identity: dict[str, Any], source: Path, how: Tokenization, processes: int) -> None:
+    """Tokenizes a source and writes the cache entry.
+
+    Raises:
+        ValueError: a record is broken, or a process died.
     """
+    from datasets import Dataset, Features, Value
+    from datasets.exceptions import DatasetGenerationError
+
     unfinished = entry.with_name(f"{entry.name}.new")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
-    unfinished.mkdir()
     try:
         with sigterm_raises():
-            count, mistake = _write_records(unfinished / RECORDS, source, how)
-            files = _tokenize(unfinished, source, how, max(min(processes, count // SHARE), 1)) if count else []
-            (unfinished / RECORDS).unlink()
-            if mistake is not None:
-                return read_table(files), mistake
-            manifest = {"identity": identity, "files": {file.name: file_digest(file) for file in files}}
-            (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+            dataset = Dataset.from_generator(
+                partial(_rows, source, how, processes),
+                features=Features({name: Value(kind) for name, kind in TYPES.items()}),
+                cache_dir=str(unfinished),
+                split="tokens",
+                fingerprint=entry.name,
+            )
+            files = [Path(file["filename"]) for file in dataset.cache_files]
+            digests = {file.relative_to(unfinished).as_posix(): file_digest(file) for file in files}
+            manifest = json.dumps({"identity": identity, "files": digests}, indent=1)
+            (unfinished / MANIFEST).write_text(f"{manifest}\n", encoding="utf-8")
             unfinished.rename(entry)
-            return read_table(entry / file.name for file in files), None
+    except DatasetGenerationError as error:
+        raise error.__cause__ or error from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _write_records(file: Path, source: Path, how: Tokenization) -> tuple[int, ValueError | None]:
-    """Writes the records of a source for other processes to read.
-
-    Returns:
-        The count of records, and the error at which reading the source ended.
+def _rows(source: Path, how: Tokenization, processes: int) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a source in its order, tokenized in several processes.
 
     Raises:
-        ValueError: one of the first records is broken.
+        ValueError: the next record is broken, or a process died.
     """
-    mistakes: list[ValueError] = []
-    readable = _readable(source, how, mistakes)
-    count = 0
-    with pa.OSFile(str(file), "wb") as stream, pa.ipc.new_stream(stream, RAW) as writer:
-        while batch := list(islice(readable, BATCH)):
-            pickles = [_pickled(location, record) for location, record in batch]
-            for (location, record), pickled in islice(zip(batch, pickles, strict=True), max(FIRST - count, 0)):
-                if len(pickled) <= FIRST_BYTES:
-                    tokenized(location, record, how)
-            count += len(batch)
-            writer.write_batch(pa.record_batch([[location for location, _ in batch], pickles], schema=RAW))
-    return count, mistakes[0] if mistakes else None
-
-
-def _pickled(location: str, record: Record) -> bytes:
+    batches = _batches(source, how)
+    first = list(islice(batches, processes))
+    workers = len(first)
+    if workers < 2:
+        for batch in chain(first, batches):
+            yield from _tokenized_batch(batch, how)
+        return
+    pool = ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(how,))
+    waiting: deque[tuple[Batch, Future[list[dict[str, Any]]]]] = deque()
     try:
-        return pickle.dumps(record)
-    except RecursionError:
-        raise ValueError(f"{location}: it is nested too deep to be read") from None
-
-
-def _readable(source: Path, how: Tokenization, mistakes: list[ValueError]) -> Iterator[tuple[str, Record]]:
-    """Yields records without unused values; appends the error at which reading ended to `mistakes`."""
-    used = set(how.columns.values()) or {*RECORD_KEYS, "finish_reason"}
-    try:
-        for location, record in records(source, WHAT):
-            yield location, {key: value if key in used else None for key, value in record.items()}
-    except ValueError as error:
-        mistakes.append(error)
-
-
-def _tokenize(folder: Path, source: Path, how: Tokenization, processes: int) -> list[Path]:
-    from datasets import Dataset, Features
-
-    raw = Dataset.from_file(str(folder / RECORDS))
-    tokenize = partial(_tokenized_batch, how=how, folder=folder, parent=os.getpid())
-    try:
-        tokens = raw.map(
-            tokenize,
-            batched=True,
-            batch_size=BATCH,
-            with_indices=True,
-            num_proc=processes if processes > 1 else None,
-            remove_columns=RAW.names,
-            features=Features.from_arrow_schema(SCHEMA),
-            cache_file_name=str(folder / TOKENS),
-            load_from_cache_file=False,
-            new_fingerprint=folder.stem,
-            desc=f"tokenizing {source}",
-        )
-    except RecursionError:
-        raise ValueError(f"{WHAT} {str(source)!r}: a record or the chat template is nested too deep") from None
-    except RuntimeError as error:  # a process died
+        for batch in chain(first, batches):
+            waiting.append((batch, pool.submit(_tokenized_batch, batch)))
+            if len(waiting) > 2 * workers:
+                yield from _result(*waiting.popleft(), how)
+        while waiting:
+            yield from _result(*waiting.popleft(), how)
+    except BrokenExecutor as error:
         raise ValueError(
-            f"{WHAT} {str(source)!r} cannot be tokenized in {processes} processes ({error}): free memory, or start on "
+            f"{WHAT} {str(source)!r} cannot be tokenized in {workers} processes ({error}): free memory, or start on "
             "fewer CPUs, as with taskset"
         ) from None
-    return [Path(file["filename"]) for file in tokens.cache_files]
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def _batches(source: Path, how: Tokenization) -> Iterator[Batch]:
+    """Yields records without unused values; the error at which reading ends takes the turn of a record."""
+    used = set(how.columns.values()) or {*RECORD_KEYS, "finish_reason"}
 
-
-def _tokenized_batch(
-    batch: dict[str, list[Any]], indices: list[int], how: Tokenization, folder: Path, parent: int
-) -> pa.Table:
-    """Tokenizes a batch of records; ends at the first broken one that any process has met."""
-    if not _is_running(parent):
-        os._exit(1)  # it was killed, so the result is not needed
-    broken = "broken-"
-    if any(int(file.name.removeprefix(broken)) < indices[0] for file in folder.glob(f"{broken}*")):
-        return SCHEMA.empty_table()
-    done: list[Tokenized] = []
-    for index, location, record in zip(indices, batch["place"], batch["record"], strict=True):
+    def readable() -> Iterator[tuple[str, Record | ValueError]]:
         try:
-            done.append(tokenized(location, pickle.loads(record), how))
+            for location, record in records(source, WHAT):
+                yield location, {key: value if key in used else None for key, value in record.items()}
         except ValueError as error:
-            (folder / f"{broken}{index}").touch()
-            return table_of(done, str(error))
-    return table_of(done)
+            yield "", error
+
+    remaining = readable()
+    while batch := list(islice(remaining, BATCH)):
+        yield batch
+
+
+def _result(batch: Batch, future: Future[list[dict[str, Any]]], how: Tokenization) -> list[dict[str, Any]]:
+    try:
+        return future.result()
+    except RecursionError:  # a record is nested too deep to be sent to a process
+        return _tokenized_batch(batch, how)
+
+
+def _tokenized_batch(batch: Batch, how: Tokenization | None = None) -> list[dict[str, Any]]:
+    rows = []
+    for location, record in batch:
+        if isinstance(record, ValueError):
+            raise record
+        try:
+            rows.append(row_of(tokenized(location, record, how or _worker.how)))
+        except RecursionError:
+            raise ValueError(f"{location}: the record or the chat template is nested too deep") from None
+    return rows
+
+
+def _start_worker(how: Tokenization) -> None:
+    _worker.how = how
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent receives it too
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Ends a process whose parent was killed: it holds the locks of its parent."""
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)

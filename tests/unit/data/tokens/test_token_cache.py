@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 import signal
 import time
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from paradraft.data.dataset import load_samples
 from paradraft.data.samples import Sample
 from paradraft.data.tokens import token_cache
 from paradraft.data.tokens.token_cache import TokenCache
+from paradraft.data.tokens.tokenized import Tokenized
 from paradraft.train.objectives.batch import Drop, collate
 from paradraft.train.run.acceptance import prompt_of
 from tests.conftest import tiny_tokenizer
@@ -86,7 +87,6 @@ def test_kept_tokens_are_those_of_a_plain_loop(
 ) -> None:
     """Guards tokens, labels, groups, their order and every warning; and that the second start tokenizes nothing."""
     monkeypatch.setattr(token_cache, "BATCH", 7)
-    monkeypatch.setattr(token_cache, "SHARE", 10)
     file = tmp_path / "data.jsonl"
     write_lines(file, RECORDS * 9)
     cache = TokenCache(folder=tmp_path / "cache", processes=processes, small_bytes=0)
@@ -94,7 +94,7 @@ def test_kept_tokens_are_those_of_a_plain_loop(
     assert len(plain[0]) > 40 and plain[1], "control: there is something to compare"
     assert outcome(file, cache, long=long) == plain
     (entry,) = entries(cache)
-    assert len(list(entry.glob("*.arrow"))) == processes, "and of the records no copy is left"
+    assert len(list(entry.rglob("*.arrow"))) == 1, "and of the records no copy is left"
     monkeypatch.setattr(token_cache, "tokenized", no_tokens)
     assert outcome(file, cache, long=long) == plain
 
@@ -110,38 +110,30 @@ BROKEN: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("first", [0, 20])
+@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("kind", BROKEN)
-def test_what_is_wrong_is_said_in_the_same_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: TokenCache, kind: str, first: int
-) -> None:
+def test_what_is_wrong_is_said_in_the_same_words(tmp_path: Path, cache: TokenCache, kind: str, processes: int) -> None:
     """Guards against another record that is named than the first broken one, and against a mistake that is kept as if
     it were the end of the data."""
-    monkeypatch.setattr(token_cache, "FIRST", first)
     file = tmp_path / "data.jsonl"
     file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in BROKEN[kind]))
     plain = outcome(file)
     assert isinstance(plain[0], str)
+    cache = replace(cache, processes=processes)
     assert outcome(file, cache) == outcome(file, cache) == plain
 
 
-def test_other_processes_stop_behind_a_broken_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against the broken record of a later process, which may be found first; and against tokenizing a million
+def test_a_broken_record_ends_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: TokenCache) -> None:
+    """Guards against the broken record of a later process, which may be met first; and against tokenizing a million
     records to say that the third is broken."""
-    monkeypatch.setattr(token_cache, "SHARE", 10)
-    monkeypatch.setattr(token_cache, "FIRST", 0)
     file = tmp_path / "data.jsonl"
-    write_lines(file, [*RECORDS * 3, {"txt": "a"}, *RECORDS * 5, {"txt": "b"}])
-    cache = TokenCache(folder=tmp_path / "cache", processes=2, small_bytes=0)
-    assert outcome(file, cache) == outcome(file)
+    write_lines(file, [*RECORDS * 3, {"txt": "a"}, *RECORDS * 50, {"txt": "b"}])
+    read: list[int] = []
+    batches = token_cache._batches
+    monkeypatch.setattr(token_cache, "_batches", lambda *given: (read.append(1) or batch for batch in batches(*given)))
+    assert outcome(file, replace(cache, processes=2)) == outcome(file)
     assert "line 19" in str(outcome(file)[0])
-    found = tmp_path / "found"
-    found.mkdir()
-    (found / "broken-3").touch()
-    batch: dict[str, list[Any]] = {"place": ["x"], "record": [b"no pickle"]}
-    assert not len(token_cache._tokenized_batch(batch, [4], None, found, os.getpid()))  # type: ignore[arg-type]
-    with pytest.raises(pickle.UnpicklingError):
-        token_cache._tokenized_batch(batch, [2], None, found, os.getpid())  # type: ignore[arg-type]
+    assert 10 <= len(read) < 20, "of the 160 batches"
 
 
 def wider(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
@@ -202,7 +194,7 @@ def test_damaged_tokens_are_noticed_and_made_anew(tmp_path: Path, cache: TokenCa
     write_lines(file, RECORDS)
     plain = outcome(file, cache)
     (entry,) = entries(cache)
-    tokens, manifest = entry / token_cache.TOKENS, entry / token_cache.MANIFEST
+    (tokens,), manifest = entry.rglob("*.arrow"), entry / token_cache.MANIFEST
     content = tokens.read_bytes()
     if damage == "cut":
         tokens.write_bytes(content[: len(content) // 2])
@@ -226,26 +218,36 @@ def test_damaged_tokens_are_noticed_and_made_anew(tmp_path: Path, cache: TokenCa
     assert outcome(file, cache) == plain, "and what was made is whole"
 
 
+@pytest.mark.parametrize("processes", [1, 2])
 def test_what_a_killed_process_left_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: TokenCache
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: TokenCache, processes: int
 ) -> None:
-    """Guards against half of the data after kill -9: all files lie in a folder of another name until they are whole."""
+    """Guards against half of the data after kill -9, and against a lock that the killed process's own processes hold
+    for ever: a start after it waited for them."""
     file = tmp_path / "data.jsonl"
     write_lines(file, RECORDS)
-    tokenize = token_cache._tokenize
+    cache = replace(cache, processes=processes)
+    make, plain = token_cache.row_of, outcome(file)
 
-    def killed(*given: Any) -> None:
-        tokenize(*given)
-        no_tokens()
+    def hang(record: Tokenized) -> dict[str, Any]:
+        if record.place.endswith("line 6"):
+            (tmp_path / "reached").touch()
+            time.sleep(60)
+        return make(record)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(token_cache.shutil, "rmtree", lambda *_, **__: None)
-        patch.setattr(token_cache, "_tokenize", killed)
-        with pytest.raises(AssertionError):
-            outcome(file, cache)
+    if not (child := os.fork()):
+        token_cache.row_of = hang  # type: ignore[assignment]
+        outcome(file, cache)
+        os._exit(0)
+    while not (tmp_path / "reached").exists():
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
     (left,) = entries(cache)
     assert left.suffix == ".new" and any(left.iterdir())
-    assert outcome(file, cache) == outcome(file)
+    start_s = time.monotonic()
+    assert outcome(file, cache) == plain
+    assert time.monotonic() - start_s < 30
     assert [entry.suffix for entry in entries(cache)] == [""]
 
 
@@ -272,8 +274,7 @@ def test_one_of_several_processes_tokenizes(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_process_that_dies_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a traceback of `datasets`, and against tokens without the part of the process that died."""
-    monkeypatch.setattr(token_cache, "SHARE", 2)
-    monkeypatch.setattr(token_cache, "FIRST", 0)
+    monkeypatch.setattr(token_cache, "BATCH", 2)
     monkeypatch.setattr(token_cache, "tokenized", lambda *_: os._exit(9))
     file = tmp_path / "data.jsonl"
     write_lines(file, RECORDS)
@@ -292,8 +293,7 @@ def test_a_signal_ends_a_process_wherever_it_arrives(tmp_path: Path, monkeypatch
         with suppress(BaseException):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(token_cache, "SHARE", 2)
-    monkeypatch.setattr(token_cache, "FIRST", 0)
+    monkeypatch.setattr(token_cache, "BATCH", 2)
     monkeypatch.setattr(token_cache, "tokenized", swallow)
     file = tmp_path / "data.jsonl"
     write_lines(file, RECORDS)
@@ -395,12 +395,14 @@ def test_a_null_is_no_text(tmp_path: Path) -> None:
     assert outcome(source) == outcome(without)
 
 
-def test_what_pickles_cannot_hold_is_named(tmp_path: Path, cache: TokenCache) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_pickles_cannot_hold_is_named(tmp_path: Path, cache: TokenCache, processes: int) -> None:
     """Guards records that are nested too deep for other processes: a traceback, or advice to free memory."""
     source = tmp_path / "data.jsonl"
-    source.write_text('{"messages": ' + "[" * 900 + "]" * 900 + "}\n", encoding="utf-8")
-    said, _ = outcome(source, cache)
-    assert isinstance(said, str) and "line 1: " in said
+    nested = '{"messages": ' + "[" * 900 + "]" * 900 + "}\n"
+    source.write_text('{"text": "ab"}\n' * 4 + nested, encoding="utf-8")
+    said, _ = outcome(source, replace(cache, processes=processes))
+    assert isinstance(said, str) and "line 5: " in said
 
 
 def test_a_tokenizer_that_cannot_be_written_is_a_warning(
@@ -424,8 +426,16 @@ def test_sigterm_while_tokens_are_made_tidies_up(
     """Guards clusters: the processes of a start that was ended were left, with 350 MB."""
     source = tmp_path / "data.jsonl"
     write_lines(source, RECORDS)
-    monkeypatch.setattr(token_cache, "_tokenize", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(5))
+    monkeypatch.setattr(token_cache, "row_of", lambda _: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(5))
     with pytest.raises(SystemExit) as ended:
         outcome(source, cache)
     assert ended.value.code == 128 + signal.SIGTERM and entries(cache) == []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_file_name_that_is_no_text_is_kept_like_others(tmp_path: Path, cache: TokenCache) -> None:
+    """Guards names of other encodings: a cache that wrote them as text could not."""
+    source = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jsonl"))
+    write_lines(source, RECORDS)
+    assert outcome(source, cache) == outcome(source, cache) == outcome(source)
+    assert len(entries(cache)) == 1
