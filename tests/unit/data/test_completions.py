@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from email.utils import formatdate
 from pathlib import Path
 
-import httpx2
 import pytest
 
-from paradraft.data.endpoint import retry_after_s
 from tests.support.asking import ask, client, prompts
 from tests.support.endpoint_server import MODEL, Reply, Server, completion
 
@@ -79,15 +75,3 @@ def test_a_server_that_hides_the_reasoning_is_refused(tmp_path: Path) -> None:
     reply = Reply(body={"choices": [{"message": message, "finish_reason": "stop"}]})
     with Server(lambda *_: reply) as server, pytest.raises(ValueError, match="reasoning parser"):
         ask(client(server), tmp_path, {"messages": [{"role": "user", "content": "2 + 2?"}]})
-
-
-def test_retry_after_in_all_its_forms() -> None:
-    """Guards against a date, which HTTP allows there, and against nonsense that would stop the run."""
-
-    def seconds(value: str) -> float:
-        return retry_after_s(httpx2.Response(429, headers={"Retry-After": value}))
-
-    assert 98 < seconds(formatdate(time.time() + 100, usegmt=True)) <= 100
-    nothing = ["0", "-3", "nan", "", "soon", "Sun, 06 Nov 1994 08:49:37 GMT"]
-    assert [seconds(value) for value in ["2", *nothing]] == [2] + [0] * len(nothing)
-    assert retry_after_s(httpx2.Response(429)) == 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from paradraft.data import endpoint as module
+from paradraft.client import openai_client
 from paradraft.data.endpoint import Endpoint
 from paradraft.data.questions import ID, read_questions
 from paradraft.data.regenerate import Outcome
@@ -23,7 +23,7 @@ from tests.support.endpoint_server import Reply, Server
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BACKOFF_S", 0.001)
+    monkeypatch.setattr(openai_client, "BACKOFF_S", 0.001)
 
 
 @pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 502, 503])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import httpx2
 
 from paradraft.audit.server.endpoint import AuditedServer, Served
-from paradraft.data.endpoint import CONNECT_S
+from paradraft.client.openai_client import CONNECT_S
 
 DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? ([0-9.eE+-]+)", re.MULTILINE)

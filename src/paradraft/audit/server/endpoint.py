@@ -8,8 +8,6 @@ read up to the first token whose text several tokens share, which represents all
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,10 +16,9 @@ from typing import Any
 import httpx2
 from transformers import PreTrainedTokenizerBase
 
-from paradraft.data.endpoint import CONNECT_S, complaint_of
-from paradraft.data.endpoint import Endpoint as CheckedEndpoint
+from paradraft.audit.server.logprobs import UnreadableError, logprob_of, rows_of, token_of
+from paradraft.client.openai_client import OpenAIClient, complaint_of, events_of, reason_of
 from paradraft.errors import one_line
-from paradraft.sampling_params import GREEDY
 from paradraft.text.chat_template import Message
 from paradraft.text.tokenization import REPLACEMENT
 from paradraft.text.vocabulary import used_rows
@@ -39,8 +36,6 @@ BY_ID = "token_id:"
 """Prefix of the names of tokens that are named by their ids."""
 MOST_LIKELIEST = (20, 5, 1)
 """Values of `top_logprobs`, of which the first that a server accepts is used."""
-MOST_LOGPROB = 0.01
-"""Log-probabilities are at most 0; up to here is rounding."""
 CONCURRENCY = 4
 UNKNOWN = (400, 422)
 """Statuses by which servers refuse a parameter."""
@@ -112,22 +107,16 @@ class Served:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditedServer:
+class AuditedServer(OpenAIClient):
     """The server that is audited, or the reference server.
 
     Args:
-        url: up to and with the version, such as "http://localhost:8000/v1".
         rows: of the model's output head; padding rows have no text.
-        api_key: sent as a bearer token.
     """
 
-    url: str
-    model: str
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     end_ids: frozenset[int]
     rows: int = 0
-    api_key: str | None = field(default=None, repr=False)
-    timeout_s: float = 600.0
 
     @cached_property
     def forms(self) -> list[tuple[Mapping[str, object], int]]:
@@ -159,13 +148,6 @@ class AuditedServer:
             | {token for name, ids in self.ids_of.items() if len(ids) > 1 or is_unreadable(name) for token in ids}
         )
 
-    def check(self) -> None:
-        """Raises ValueError if it cannot be reached, or does not know the model."""
-        checked = CheckedEndpoint(
-            url=self.url, model=self.model, sampling=GREEDY, max_new_tokens=1, api_key=self.api_key
-        )
-        checked.check([])
-
     def answers(
         self, questions: Sequence[ServerPrompt], report: Callable[[int], None], concurrency: int = CONCURRENCY
     ) -> list[Served]:
@@ -177,31 +159,15 @@ class AuditedServer:
         Raises:
             ValueError: the server refuses a question, does not answer it, or gives no probabilities.
         """
-        return asyncio.run(self._answers(questions, report, concurrency))
-
-    async def _answers(
-        self, questions: Sequence[ServerPrompt], report: Callable[[int], None], concurrency: int
-    ) -> list[Served]:
         served: dict[int, Served] = {}
-        left = iter(enumerate(questions))
-        headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
-        limits = httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-        timeout = httpx2.Timeout(None, connect=CONNECT_S)
-        is_safe = self.url.startswith("https")  # without, certificates would be read for each client all the same
-        async with httpx2.AsyncClient(headers=headers, limits=limits, timeout=timeout, verify=is_safe) as client:
-            reader = _Reader(self, client)
+        remaining = iter(enumerate(questions))
 
-            async def work() -> None:
-                for index, question in left:
-                    served[index] = await reader.answer(question)
-                    report(len(served))
+        async def work(http: httpx2.AsyncClient) -> None:
+            for index, question in remaining:
+                served[index] = await _Reader(self, http).answer(question)
+                report(len(served))
 
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for _ in range(min(concurrency, len(questions))):
-                        group.create_task(work())
-            except ExceptionGroup as errors:
-                raise errors.exceptions[0] from None
+        self.run(work, min(concurrency, len(questions)))
         return [served[index] for index in range(len(questions))]
 
 
@@ -225,14 +191,13 @@ class _Reader:
                     form = extension, most = endpoint.forms[0]
                     limited = replace(question, likeliest=min(question.likeliest, most))
                     body = {"model": endpoint.model, **limited.body, **extension}
-                    stream = self._client.stream("POST", f"{endpoint.url.rstrip('/')}{path}", json=body)
+                    stream = self._client.stream("POST", endpoint.address(path), json=body)
                     async with stream as response:
                         if response.status_code == 200:
-                            return self._served(question, [event async for event in _events(response)])
+                            return self._served(question, [event async for event in events_of(response)])
                         await response.aread()
                     if response.status_code not in UNKNOWN or form is last:
-                        message = f"status {response.status_code}: {complaint_of(response)}"
-                        raise ValueError(f"endpoint {endpoint.url} gives {message}")
+                        raise ValueError(f"endpoint {endpoint.url} gives {complaint_of(response)}")
                     if endpoint.forms[0] is form:  # unless another question has removed it already
                         endpoint.forms.pop(0)
         except TimeoutError:
@@ -241,8 +206,9 @@ class _Reader:
             )
             raise ValueError(message) from None
         except httpx2.HTTPError as error:
-            reason = str(error).strip() or type(error).__name__
-            raise ValueError(f"endpoint {endpoint.url} broke off at prompt {question.number}: {reason}") from None
+            raise ValueError(
+                f"endpoint {endpoint.url} broke off at prompt {question.number}: {reason_of(error)}"
+            ) from None
 
     def _served(self, question: ServerPrompt, events: Sequence[dict[str, Any]]) -> Served:
         entries: list[_Entry] = []
@@ -259,7 +225,7 @@ class _Reader:
                     new = self._entries(choice)
                     entries += new
                     steps += [len(new)] if new else []
-            except (KeyError, TypeError, AttributeError, _UnreadableError):
+            except (KeyError, TypeError, AttributeError, UnreadableError):
                 raise ValueError(
                     f"endpoint {self._endpoint.url} gives logprobs that cannot be read: {one_line(event)}"
                 ) from None
@@ -290,7 +256,7 @@ class _Reader:
     def _entries(self, choice: Mapping[str, Any]) -> list[_Entry]:
         """The tokens of a chunk."""
         logprobs, ids = choice.get("logprobs"), choice.get("token_ids")
-        rows = _rows(logprobs) if logprobs else []
+        rows = rows_of(logprobs) if logprobs else []
         if not rows:
             if ids or choice.get("text") or (choice.get("delta") or {}).get("content"):
                 raise ValueError(
@@ -299,14 +265,14 @@ class _Reader:
                 )
             return []
         if ids is not None and len(ids) != len(rows):
-            raise _UnreadableError
+            raise UnreadableError
         return [
             _Entry(
                 name=name,
                 token=self._id(name, known if ids is None else ids[index]),
-                logprob=_logprob(logprob),
+                logprob=logprob_of(logprob),
                 likeliest={
-                    token: _logprob(value)
+                    token: logprob_of(value)
                     for other, key, value in best
                     if (token := self._id(other, key)) is not None and value is not None  # llama.cpp's -inf
                 },
@@ -328,41 +294,11 @@ class _Reader:
     def _id(self, name: str, known: int | None) -> int | None:
         """The id of a token; None if several share its text, or none has it."""
         if known is not None:
-            return _token(known)
+            return token_of(known)
         if name.startswith(BY_ID):
-            return _token(name.removeprefix(BY_ID))
+            return token_of(name.removeprefix(BY_ID))
         ids = self._endpoint.ids_of.get(name, [])
         return ids[0] if len(ids) == 1 and ids[0] not in self._endpoint.ambiguous else None
-
-
-class _UnreadableError(Exception):
-    """Raised for parts of an answer that do not have OpenAI's form."""
-
-
-def _token(value: Any) -> int:
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        raise _UnreadableError from None
-
-
-def _logprob(value: Any) -> float:
-    try:
-        logprob = float(value)
-    except (TypeError, ValueError):
-        raise _UnreadableError from None
-    if math.isnan(logprob) or logprob > MOST_LOGPROB:
-        raise _UnreadableError
-    return logprob
-
-
-def _integer(value: Any, default: int | None) -> int | None:
-    return value if isinstance(value, int) else default
-
-
-def _ids(value: Any, default: list[int] | None) -> list[int] | None:
-    is_ids = isinstance(value, list) and bool(value) and all(isinstance(token, int) for token in value)
-    return value if is_ids else default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,43 +312,10 @@ class _Entry:
     is_named: bool
 
 
-def _rows(logprobs: Any) -> list[tuple[str, int | None, float, list[tuple[str, int | None, float]]]]:
-    """Name, id, log-probability, and the same of the likeliest tokens, of each token of a chunk in either form."""
-    if "content" in logprobs:
-        return [
-            (
-                entry["token"],
-                entry.get("id"),
-                entry["logprob"],
-                [(each["token"], each.get("id"), each["logprob"]) for each in entry.get("top_logprobs") or ()],
-            )
-            for entry in logprobs["content"] or ()
-        ]
-    best = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
-    if not len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(best):
-        raise _UnreadableError
-    return [
-        (name, None, logprob, [(other, None, value) for other, value in (likeliest or {}).items()])
-        for name, logprob, likeliest in zip(logprobs["tokens"], logprobs["token_logprobs"], best, strict=True)
-    ]
+def _integer(value: Any, default: int | None) -> int | None:
+    return value if isinstance(value, int) else default
 
 
-async def _events(response: httpx2.Response) -> Any:
-    """The JSON objects of a stream."""
-    has_events = False
-    async for line in response.aiter_lines():
-        data = line.removeprefix("data:").strip()
-        if not line.startswith("data:") or data == "[DONE]":
-            continue
-        try:
-            event = json.loads(data)
-        except ValueError:
-            event = None
-        if not isinstance(event, dict):
-            raise ValueError(f"{response.url}: an event of the stream is no JSON object: {one_line(data)}")
-        if "error" in event:
-            raise ValueError(f"{response.url}: the answer broke off: {one_line(event['error'])}")
-        has_events = True
-        yield event
-    if not has_events:
-        raise ValueError(f"{response.url}: the answer is no stream of events: is it OpenAI-compatible?")
+def _ids(value: Any, default: list[int] | None) -> list[int] | None:
+    is_ids = isinstance(value, list) and bool(value) and all(isinstance(token, int) for token in value)
+    return value if is_ids else default

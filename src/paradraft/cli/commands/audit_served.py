@@ -89,7 +89,7 @@ class Vocabulary:
             url=url, model=model, tokenizer=self.tokenizer, end_ids=self.end_ids, rows=self.rows,
             api_key=key_in(key_env, option),
         )  # fmt: skip
-        server.check()
+        server.check_model()
         return server
 
 

@@ -207,7 +207,7 @@ def test_a_server_that_is_down_is_one_line() -> None:
     with Server() as server:
         url = server.url
     with pytest.raises(ValueError, match="cannot be reached"):
-        reader(url).check()
+        reader(url).check_model()
     with pytest.raises(ValueError, match="broke off at prompt 3"):
         reader(url).answers([ASK], lambda _: None)
 
@@ -229,13 +229,13 @@ def test_another_model_or_address_is_one_line() -> None:
     """Guards names that are misspelt."""
     with Server(always(Reply(status=404, body={"error": {"message": "no such model"}}))) as server:
         with pytest.raises(ValueError, match="has no model 'other': it has tiny"):
-            reader(server.url, model="other").check()
+            reader(server.url, model="other").check_model()
         with pytest.raises(ValueError, match="status 404: no such model"):
             reader(server.url, model="other").answers([ASK], lambda _: None)
         with pytest.raises(ValueError, match="has no /models: its address most often ends in /v1"):
-            reader(server.url.removesuffix("/v1")).check()
+            reader(server.url.removesuffix("/v1")).check_model()
     with pytest.raises(ValueError, match="write it like http://localhost:8000/v1"):
-        reader("localhost:8000").check()
+        reader("localhost:8000").check_model()
 
 
 def test_the_key_is_sent() -> None:
