@@ -38,7 +38,7 @@ from paradraft.bench.report.summary import write_json
 from paradraft.engine.engine import Engine
 from paradraft.environment import describe_machine
 from paradraft.sampling_params import Sampling
-from paradraft.serve.answers import REASONS
+from paradraft.serve.choices import REASONS
 from paradraft.serve.grammar import Grammar, Grammars
 from paradraft.serve.limits import Limits
 from paradraft.serve.schemas import ResponseFormat

@@ -62,7 +62,7 @@ def test_a_drafter_that_did_not_pay_is_said_at_the_end(
         return engine
 
     monkeypatch.setattr("paradraft.engine.loader.load_engine", load_and_decode)
-    monkeypatch.setattr("paradraft.serve.server.Server.run", lambda *_, **__: None)
+    monkeypatch.setattr("paradraft.serve.admission.Server.run", lambda *_, **__: None)
     options = ["--target", family / "target", "--dtype", "float64", "--draft", poor_draft, "-k", 4, "--port", 0]
     *_, serving, last = paradraft("serve", *options, "--drafter", "autoregressive").err.splitlines()
     assert "serving" in serving

@@ -111,11 +111,11 @@ def test_gauges() -> None:
 
 
 FAULT = """
-from paradraft.serve import questions
+from paradraft.serve import choices
 from paradraft.serve.admission import Admission
 
-sampling, reserve, leaked = questions._sampling, Admission.reserve, []
-questions._sampling = lambda asked, number, grammar: sampling(asked, number + (number == 2), grammar)
+sampling, reserve, leaked = choices._sampling, Admission.reserve, []
+choices._sampling = lambda asked, number, grammar: sampling(asked, number + (number == 2), grammar)
 
 
 def leaky(self, answers):

@@ -15,10 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paradraft.engine.engine import Engine
 from paradraft.serve.address import bound, url_of
-from paradraft.serve.admission import Admission
+from paradraft.serve.admission import Admission, Server
 from paradraft.serve.app import new_app
 from paradraft.serve.limits import Limits
-from paradraft.serve.server import Server
 
 MODEL = "tiny"
 

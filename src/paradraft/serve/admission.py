@@ -1,4 +1,4 @@
-"""Admission control: running, queued, rejected (429)."""
+"""Admission control (running, queued, rejected with 429), and the server that drains it before it ends."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
+import uvicorn
+from starlette.types import ASGIApp
+
+from paradraft.serve.exchange import ApiError
 from paradraft.serve.limits import Limits
-from paradraft.serve.replies import ApiError
+
+LAST_S = 2
+"""Seconds after the drain time for sending the last errors to clients."""
 
 
 @dataclass
@@ -111,3 +118,41 @@ def ending() -> ApiError:
     return ApiError(
         503, "the server is shutting down: ask another one, or later", code="shutting_down", headers=headers
     )
+
+
+class Server(uvicorn.Server):
+    """Server whose first signal drains running requests and rejects new ones; a second signal ends it at once."""
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                http="h11",
+                server_header=False,
+                timeout_graceful_shutdown=LAST_S,
+            )
+        )
+        self._admission = admission
+        self._is_ending = False
+
+    def end(self) -> None:
+        """Starts the shutdown; thread-safe."""
+        self._is_ending = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handles SIGINT and SIGTERM."""
+        if self._is_ending:
+            self.force_exit = self.should_exit = True
+        self.end()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Runs ten times a second: drains, then exits when idle."""
+        if self._is_ending and not self._admission.is_closing:
+            self._admission.close()
+        if self._admission.is_closing and self._admission.is_idle:
+            self.should_exit = True
+        return await super().on_tick(counter)

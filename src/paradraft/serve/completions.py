@@ -2,50 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
-from paradraft.engine.engine import Engine
+from pydantic import Field
+
+from paradraft.decode.logprobs import TokenLogprobs
+from paradraft.engine.engine import MOST_LOGPROBS, Engine
 from paradraft.engine.request import rows_of
-from paradraft.serve.schemas import AskedText
-from paradraft.serve.shown_tokens import ShownToken
+from paradraft.serve.schemas import COUNT, LEAST, NUMBER, STRING, ApiRequest, list_of, object_of
 
 
-class Completions:
-    """Completion requests, see `forms.Form`."""
+class CompletionRequest(ApiRequest):
+    """Continue texts."""
 
-    schema = AskedText
-    prompts_name = "prompt"
-    id_prefix = "cmpl-"
-    whole_name = piece_name = "text_completion"
-    has_one_prompt = False
+    prompt: Any
+    logprobs: int | None = Field(default=None, json_schema_extra={"minimum": 0, "maximum": MOST_LOGPROBS})
 
-    def prompts(self, request: AskedText) -> list[object]:
-        """See `Form`; a text or token ids, or several of these."""
-        return rows_of(request.prompt)[0]
+    prompts_name: ClassVar = "prompt"
+    id_prefix: ClassVar = "cmpl-"
+    whole_name: ClassVar = "text_completion"
+    piece_name: ClassVar = "text_completion"
+    usual_limit: ClassVar = 16
+    whole_schema: ClassVar = {"text": STRING}
+    piece_schema: ClassVar = {"text": STRING}
+    logprobs_schema: ClassVar = object_of(
+        tokens=list_of(STRING),
+        token_logprobs=list_of(NUMBER),
+        top_logprobs=list_of({"type": "object", "additionalProperties": NUMBER}),
+        text_offset=list_of(COUNT),
+    )
 
-    def tokens(self, prompt: Any, request: AskedText, engine: Engine) -> list[int]:
-        """See `Form`; token ids are taken as they are."""
+    @property
+    def most_logprobs(self) -> int | None:
+        """See `ApiRequest`."""
+        return self.logprobs
+
+    def prompts(self) -> list[Any]:
+        """See `ApiRequest`; a text or token ids, or several of these."""
+        return rows_of(self.prompt)[0]
+
+    def tokens(self, prompt: Any, engine: Engine) -> list[int]:
+        """See `ApiRequest`; token ids are taken as they are."""
         return engine.prompt_tokens(prompt)
 
     def whole(self, text: str) -> dict[str, Any]:
-        """See `Form`."""
+        """See `ApiRequest`."""
         return {"text": text}
-
-    def logprobs(self, tokens: Sequence[ShownToken], begin: int) -> dict[str, Any]:
-        """See `Form`; lists with an entry for each token."""
-        lengths = [len(token.text) for token in tokens]
-        return {
-            "tokens": [token.name for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            # Reversed, so that of tokens with the same name the likeliest stays.
-            "top_logprobs": [
-                dict(reversed([(each.name, each.logprob) for each in token.likeliest])) for token in tokens
-            ],
-            "text_offset": list(accumulate(lengths[:-1], initial=begin)),
-        }
 
     def piece(self, text: str, *, is_first: bool) -> dict[str, Any]:
-        """See `Form`."""
+        """See `ApiRequest`."""
         return {"text": text}
+
+    def logprobs_json(
+        self, tokens: Sequence[TokenLogprobs], shown: Callable[[int], tuple[str, str]], begin: int
+    ) -> dict[str, Any]:
+        """See `ApiRequest`; lists with an entry for each token."""
+        names, texts = zip(*(shown(each.token) for each in tokens), strict=True)
+        return {
+            "tokens": [*names],
+            "token_logprobs": [max(each.logprob, LEAST) for each in tokens],
+            # Reversed, so that of tokens with the same name the likeliest stays.
+            "top_logprobs": [
+                {shown(token)[0]: max(logprob, LEAST) for token, logprob in reversed(each.likeliest)} for each in tokens
+            ],
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=begin)),
+        }

@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic.config import JsonDict
 
 from paradraft.core import NO_LIMIT
-from paradraft.engine.engine import MOST_LOGPROBS
+from paradraft.decode.logprobs import TokenLogprobs
+from paradraft.engine.engine import Engine
 from paradraft.errors import one_line
-from paradraft.serve.replies import ApiError
+from paradraft.sampling_params import MOST_BIAS
+from paradraft.serve.exchange import ApiError
 
 NOT_SERVED: dict[str, tuple[object, ...]] = {
     "audio": (),
@@ -45,7 +49,33 @@ MOST_PARAM = 60
 """Most characters of a parameter name in an error: clients may send any name."""
 TOKEN_ID = "0|[1-9][0-9]{0,9}"
 """Pattern of the keys of `logit_bias`."""
+LEAST = -9999.0
+"""Log probability of 0, because JSON has no infinity."""
 STRICT = ConfigDict(extra="forbid", strict=True)
+NULL: JsonDict = {"type": "null"}
+NULLS: JsonDict = {"additionalProperties": NULL}
+"""For objects whose unknown keys may be null."""
+STRING: JsonDict = {"type": "string"}
+NUMBER: JsonDict = {"type": "number"}
+COUNT: JsonDict = {"type": "integer", "minimum": 0}
+STOP = {"type": "string", "pattern": "^[^\ufffd]+$"}
+BIAS: JsonDict = {"minimum": -MOST_BIAS, "maximum": MOST_BIAS}
+
+
+def list_of(items: Mapping[str, Any], **more: object) -> dict[str, Any]:
+    """JSON schema of an array."""
+    return {"type": "array", "items": items, **more}
+
+
+def object_of(optional: Mapping[str, Any] | None = None, /, **required: Any) -> dict[str, Any]:
+    """JSON schema of an object with these properties and no others."""
+    properties = {**required, **(optional or {})}
+    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
+
+
+def or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON schema of a value that may be null."""
+    return {"anyOf": [schema, NULL]}
 
 
 class StreamOptions(BaseModel):
@@ -81,22 +111,32 @@ class ResponseFormat(BaseModel):
 
 
 class ApiRequest(BaseModel):
-    """Parameters that completions and chat completions share; None means not set."""
+    """Parameters that completions and chat completions share, and what differs between them.
 
-    model_config = STRICT
+    Values that the engine checks are bounded in the JSON schema alone: its errors name the value and the fix.
+    """
+
+    model_config = ConfigDict(**STRICT, json_schema_extra=NULLS)
     model: str | None = None
     n: int = Field(default=1, ge=1)
-    seed: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[str, float] = Field(default_factory=dict)
+    seed: int | None = Field(default=None, json_schema_extra={"minimum": -(2**63), "maximum": 2**63 - 1})
+    temperature: float = Field(
+        default=1.0, json_schema_extra={"anyOf": [{"const": 0}, {"minimum": 1e-6, "maximum": 1e6}]}
+    )
+    top_p: float = Field(default=1.0, json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})
+    top_k: int = Field(default=0, json_schema_extra={"minimum": 0})
+    min_p: float = Field(default=0.0, json_schema_extra={"minimum": 0, "maximum": 1})
+    presence_penalty: float = Field(default=0.0, json_schema_extra=BIAS)
+    frequency_penalty: float = Field(default=0.0, json_schema_extra=BIAS)
+    repetition_penalty: float = Field(default=1.0, json_schema_extra={"minimum": 1e-6, "maximum": 1e6})
+    logit_bias: dict[str, float] = Field(
+        default_factory=dict,
+        json_schema_extra={"propertyNames": {"pattern": f"^({TOKEN_ID})$"}, "additionalProperties": NUMBER | BIAS},
+    )
     max_tokens: int | None = Field(default=None, ge=1)
-    stop: str | list[str] = Field(default_factory=list)
+    stop: Annotated[str | list[str], WithJsonSchema({"anyOf": [STOP, list_of(STOP, maxItems=MOST_STOPS)]})] = Field(
+        default_factory=list
+    )
     response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -106,82 +146,88 @@ class ApiRequest(BaseModel):
     speculation: Literal["off"] | int | None = None
     paradraft: bool = False
 
-    @property
-    def most_logprobs(self) -> int | None:
-        """Top tokens reported per position; None reports no log probabilities."""
-        return None
+    prompts_name: ClassVar[str]
+    """Name of the prompt parameter."""
+    id_prefix: ClassVar[str]
+    whole_name: ClassVar[str]
+    """`object` of a response."""
+    piece_name: ClassVar[str]
+    """`object` of a stream event."""
+    has_one_prompt: ClassVar[bool] = False
+    """Whether all answers of a request are to the same prompt."""
+    usual_limit: ClassVar[int] = NO_LIMIT
+    """Token limit of a request that sets none."""
+    whole_schema: ClassVar[dict[str, Any]]
+    piece_schema: ClassVar[dict[str, Any]]
+    logprobs_schema: ClassVar[dict[str, Any]]
+    """JSON schemas of `whole` and `piece`, by field, and of `logprobs_json`."""
 
     @property
-    def limit(self) -> int | None:
-        """Token limit of the request; None if not set."""
-        return self.max_tokens
-
-    @property
-    def usual_limit(self) -> int:
-        """Token limit of a request that sets none: the context."""
-        return NO_LIMIT
+    def reports_usage(self) -> bool:
+        """Whether the last event of a stream has token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def limit_name(self) -> str:
-        """Name of the parameter that sets `limit`."""
+        """Name of the parameter with the token limit."""
         return "max_tokens"
 
-
-class AskedText(ApiRequest):
-    """A request to continue a text."""
-
-    prompt: Any
-    logprobs: int | None = None
-
     @property
+    @abstractmethod
     def most_logprobs(self) -> int | None:
-        """See `ApiRequest`."""
-        return self.logprobs
+        """Top tokens reported per position; None reports no log probabilities."""
 
-    @property
-    def usual_limit(self) -> int:
-        """OpenAI's default."""
-        return 16
+    @abstractmethod
+    def prompts(self) -> list[Any]:
+        """Prompts, not validated yet; raises ValueError if there is none."""
+
+    @abstractmethod
+    def tokens(self, prompt: Any, engine: Engine) -> list[int]:
+        """Token ids of a prompt; raises ValueError if it is no prompt."""
+
+    @abstractmethod
+    def whole(self, text: str) -> dict[str, Any]:
+        """Fields of a choice for a whole answer's text."""
+
+    @abstractmethod
+    def piece(self, text: str, *, is_first: bool) -> dict[str, Any]:
+        """Fields of a choice for the text of a stream event."""
+
+    @abstractmethod
+    def logprobs_json(
+        self, tokens: Sequence[TokenLogprobs], shown: Callable[[int], tuple[str, str]], begin: int
+    ) -> dict[str, Any]:
+        """Field `logprobs` of a choice.
+
+        Args:
+            shown: name and text of a token.
+            begin: characters of the answer before the first token.
+        """
+
+    def check(self) -> None:
+        """Raises ApiError if parameters exclude each other, or one has a value that its type allows and we do not."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options is for streams: set stream too", param="stream_options")
+        if isinstance(self.stop, list) and len(self.stop) > MOST_STOPS:
+            raise ApiError(400, f"stop: {len(self.stop)} strings, use at most {MOST_STOPS}", param="stop")
+        wrong = next((key for key in self.logit_bias if not re.fullmatch(TOKEN_ID, key)), None)
+        if wrong is not None:
+            raise ApiError(400, f"logit_bias: {one_line(wrong)} is no token id", param="logit_bias")
+        if self.response_format is None:
+            return
+        kind, schema = self.response_format.type, self.response_format.json_schema
+        if (kind == "json_schema") != (schema is not None):
+            fix = "give json_schema too" if schema is None else 'json_schema is for the type "json_schema"'
+            raise ApiError(400, f"response_format: its type is {kind!a}: {fix}", param="response_format")
+        if self.response_format.schema_of_answers is not None and -math.inf in self.logit_bias.values():
+            problem = "it forbids a token that the answer may need: use at least -10000"
+            raise ApiError(400, f"logit_bias: beside response_format {problem}", param="logit_bias")
 
 
-class Message(BaseModel):
-    """A message of a conversation."""
-
-    model_config = STRICT
-    role: Literal["system", "user", "assistant"]
-    content: str | list[dict[str, Any]]
-    name: str | None = None
+RequestT = TypeVar("RequestT", bound=ApiRequest)
 
 
-class AskedChat(ApiRequest):
-    """A request for the next message of a conversation."""
-
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    logprobs: bool = False
-    top_logprobs: int = Field(default=0, ge=0, le=MOST_LOGPROBS)
-
-    @property
-    def most_logprobs(self) -> int | None:
-        """See `ApiRequest`."""
-        return self.top_logprobs if self.logprobs else None
-
-    @property
-    def limit(self) -> int | None:
-        """See `ApiRequest`; from the new parameter or the deprecated one."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def limit_name(self) -> str:
-        """See `ApiRequest`."""
-        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-
-
-AskedT = TypeVar("AskedT", bound=ApiRequest)
-
-
-def read(body: bytes, schema: type[AskedT], defaults: Mapping[str, float] | None = None) -> AskedT:
+def read(body: bytes, schema: type[RequestT], defaults: Mapping[str, float] | None = None) -> RequestT:
     """Parses and validates a request.
 
     `defaults` replace the schema's defaults of parameters that a request leaves out.
@@ -209,7 +255,7 @@ def read(body: bytes, schema: type[AskedT], defaults: Mapping[str, float] | None
         request = schema.model_validate({**(defaults or {}), **parameters})
     except ValidationError as error:
         raise _complaint(error) from None
-    _check(request)
+    request.check()
     return request
 
 
@@ -261,28 +307,3 @@ def _param(path: list[int | str]) -> str:
     named = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     escaped = repr(named.removeprefix("."))[1:-1]
     return escaped if len(escaped) <= MOST_PARAM else escaped[: MOST_PARAM - 3] + "..."
-
-
-def _check(request: ApiRequest) -> None:
-    if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options is for streams: set stream too", param="stream_options")
-    if isinstance(request.stop, list) and len(request.stop) > MOST_STOPS:
-        raise ApiError(400, f"stop: {len(request.stop)} strings, use at most {MOST_STOPS}", param="stop")
-    wrong = next((key for key in request.logit_bias if not re.fullmatch(TOKEN_ID, key)), None)
-    if wrong is not None:
-        raise ApiError(400, f"logit_bias: {one_line(wrong)} is no token id", param="logit_bias")
-    if request.response_format is not None:
-        _check_format(request.response_format, request)
-    if isinstance(request, AskedChat) and request.top_logprobs and not request.logprobs:
-        raise ApiError(400, "top_logprobs is for logprobs: set logprobs too", param="top_logprobs")
-    if isinstance(request, AskedChat) and request.max_completion_tokens is not None and request.max_tokens is not None:
-        raise ApiError(400, "max_tokens is the old name of max_completion_tokens: give one of them", param="max_tokens")
-
-
-def _check_format(expected: ResponseFormat, request: ApiRequest) -> None:
-    if (expected.type == "json_schema") != (expected.json_schema is not None):
-        fix = "give json_schema too" if expected.json_schema is None else 'json_schema is for the type "json_schema"'
-        raise ApiError(400, f"response_format: its type is {expected.type!a}: {fix}", param="response_format")
-    if expected.schema_of_answers is not None and -math.inf in request.logit_bias.values():
-        problem = "it forbids a token that the answer may need: use at least -10000"
-        raise ApiError(400, f"logit_bias: beside response_format {problem}", param="logit_bias")

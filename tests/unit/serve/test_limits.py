@@ -18,8 +18,8 @@ import pytest
 from paradraft.engine.engine import Engine
 from paradraft.sampling_params import Sampling
 from paradraft.serve.address import key_of
+from paradraft.serve.exchange import ApiError
 from paradraft.serve.limits import Limits
-from paradraft.serve.replies import ApiError
 from tests.support.serving import MODEL, Serving, serving, until
 
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 90, "temperature": 0, "logit_bias": {"0": -100}}
@@ -201,7 +201,7 @@ def test_a_client_that_sends_on(running: Serving, says_its_length: bool) -> None
 
 def test_a_client_that_never_ends_its_body(running: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the connection of a client which is refused and sends no more: it is closed after some time."""
-    monkeypatch.setattr("paradraft.serve.endpoint.LINGER_S", 0.3)
+    monkeypatch.setattr("paradraft.serve.exchange.LINGER_S", 0.3)
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 30000"
     with socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2])), timeout=10) as client:
         begun_s = time.monotonic()

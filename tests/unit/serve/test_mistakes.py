@@ -11,8 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paradraft.serve.replies import ApiError
-from paradraft.serve.schemas import NOT_SERVED, AskedChat, AskedText, read
+from paradraft.serve.chat import ChatCompletionRequest
+from paradraft.serve.completions import CompletionRequest
+from paradraft.serve.exchange import ApiError
+from paradraft.serve.schemas import NOT_SERVED, read
 from tests.support.serving import Serving
 from tests.unit.serve.test_limits import error_of
 
@@ -166,7 +168,7 @@ anything = st.recursive(
 @given(data=st.data())
 def test_random_values(data: st.DataObject) -> None:
     """Guards the reading of requests: whatever stands there, it is read or refused."""
-    schema = data.draw(st.sampled_from([AskedText, AskedChat]))
+    schema = data.draw(st.sampled_from([CompletionRequest, ChatCompletionRequest]))
     keys = data.draw(st.lists(st.sampled_from(sorted({*schema.model_fields, *NOT_SERVED})), max_size=4))
     body = {key: data.draw(anything) for key in keys}
     with suppress(ApiError):

@@ -23,8 +23,10 @@ from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.serve import endpoint
 from paradraft.serve.app import new_app
+from paradraft.serve.chat import ChatCompletionRequest
+from paradraft.serve.completions import CompletionRequest
 from paradraft.serve.limits import Limits
-from paradraft.serve.schemas import NOT_SERVED, AskedChat, AskedText
+from paradraft.serve.schemas import NOT_SERVED
 from tests.support.serving import MODEL, Serving, serving, until
 from tests.unit.serve.test_limits import Gate
 from tests.unit.serve.test_mistakes import CHAT, TEXT, USER, anything
@@ -104,7 +106,7 @@ def test_it_describes_what_there_is(json_engine: Engine, fuzzed: Serving, writte
     app, _ = new_app(json_engine, model=MODEL, limits=Limits(), key=None)
     routes = {route.path: {*route.methods} - {"HEAD"} for route in app.routes if isinstance(route, Route)}
     assert {path: {method.upper() for method in told} for path, told in written["paths"].items()} == routes
-    for schema in (AskedText, AskedChat):
+    for schema in (CompletionRequest, ChatCompletionRequest):
         told = written["components"]["schemas"][schema.__name__]["properties"]
         assert {*told} == {*schema.model_fields, *NOT_SERVED}
         assert not [name for name, given in told.items() if given in ({}, {"type": "object"})]
@@ -113,7 +115,7 @@ def test_it_describes_what_there_is(json_engine: Engine, fuzzed: Serving, writte
     with serving(json_engine, key=KEY, defaults={"temperature": 0.6, "top_k": 7}) as guarded:
         found = httpx2.get(f"{guarded.url}/openapi.json").json()
     for document, temperature, top_k in ((written, 1.0, 0), (found, 0.6, 7)):
-        for schema in ("AskedText", "AskedChat"):
+        for schema in ("CompletionRequest", "ChatCompletionRequest"):
             told = document["components"]["schemas"][schema]["properties"]
             assert (told["temperature"]["default"], told["top_k"]["default"]) == (temperature, top_k)
     assert found["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
@@ -129,7 +131,10 @@ def test_an_engine_that_drafts_ahead(json_family: Path) -> None:
         serving(engine) as ahead,
     ):
         document = httpx2.get(f"{ahead.url}/openapi.json").json()
-        for path, schema, body in ((TEXT, "AskedText", {"prompt": "a"}), (CHAT, "AskedChat", {"messages": USER})):
+        for path, schema, body in (
+            (TEXT, "CompletionRequest", {"prompt": "a"}),
+            (CHAT, "ChatCompletionRequest", {"messages": USER}),
+        ):
             validator = within(document, schema)
             logprobs: Any = True if path == CHAT else 1
             for more in ({}, {"speculation": None}, {"speculation": 2}, {"speculation": "off"}, {"logprobs": logprobs}):
@@ -138,7 +143,7 @@ def test_an_engine_that_drafts_ahead(json_family: Path) -> None:
                 assert (found.status_code == 200) == is_allowed == (more in ({}, {"speculation": None}))
 
 
-@pytest.mark.parametrize(("path", "schema"), [(TEXT, "AskedText"), (CHAT, "AskedChat")])
+@pytest.mark.parametrize(("path", "schema"), [(TEXT, "CompletionRequest"), (CHAT, "ChatCompletionRequest")])
 def test_what_it_allows_and_what_not(written: dict[str, Any], path: str, schema: str) -> None:
     """Guards the schemas of requests at their edges, which random values seldom meet."""
     good: dict[str, Any] = {"prompt": "a"} if path == TEXT else {"messages": USER}
@@ -218,7 +223,7 @@ def test_schemathesis_finds_nothing_for_long(json_engine: Engine, tmp_path: Path
 
 
 values = anything | st.sampled_from([0, 1, -1, 2**31, 2**63, 10**30, 1e308, "", "\ud800", "off", FORMAT, [1], {"a": 1}])
-parameters = st.sampled_from(sorted({*AskedText.model_fields, *AskedChat.model_fields}))
+parameters = st.sampled_from(sorted({*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}))
 requests = st.builds(
     lambda body, more: body | more,
     st.sampled_from([{"prompt": "a"}, {"prompt": [5, 6]}, {"messages": USER}]),

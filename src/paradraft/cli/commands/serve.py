@@ -90,8 +90,8 @@ def serve(context: typer.Context, *, args: ServeArgs) -> None:
         return
     refuse(context, ONLY_VLLM, "is for --engine vllm: add that, or leave it out")
     key = key_of(args.api_key_env, args.host)
+    from paradraft.serve.admission import Server
     from paradraft.serve.app import new_app
-    from paradraft.serve.server import Server
 
     with closing(bound(args.host, args.port)) as listening:
         expect_penalty(args.generation_config)

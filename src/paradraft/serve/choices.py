@@ -1,0 +1,211 @@
+"""Choices: the answers to a request, validated together and decoded together."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from llguidance import LLMatcher
+
+from paradraft.engine.engine import Chunk, Engine
+from paradraft.sampling_params import Sampling
+from paradraft.serve.admission import Admission, Reservation
+from paradraft.serve.exchange import ApiError
+from paradraft.serve.grammar import Grammar, Grammars
+from paradraft.serve.limits import Limits
+from paradraft.serve.metrics import AnswerMetrics, Metrics
+from paradraft.serve.schemas import ApiRequest
+
+REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+"""OpenAI's finish reasons."""
+SEED_BITS = 63
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """What the responses of a server share; `defaults` are sampling parameters that a request leaves out."""
+
+    engine: Engine
+    admission: Admission
+    metrics: Metrics
+    grammars: Grammars
+    model: str
+    limits: Limits
+    defaults: Mapping[str, float]
+
+
+@dataclass(kw_only=True)
+class Choice:
+    """One answer to a request, while it is decoded.
+
+    Args:
+        prompt: its token ids.
+        chunks: its rounds; they are decoded once they are read.
+        grammar: enforces the JSON schema of the answer; None for any text.
+        characters: of the tokens with log probabilities.
+    """
+
+    index: int
+    prompt: list[int]
+    chunks: AsyncGenerator[Chunk, None]
+    grammar: Grammar | None
+    tokens: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: dict[str, Any] | None = None
+    characters: int = 0
+    finish_reason: str | None = None
+
+    def add(self, chunk: Chunk, logprobs: Mapping[str, Any] | None) -> None:
+        """Appends a round, with its `ApiRequest.logprobs_json`."""
+        self.tokens += chunk.tokens
+        self.texts.append(chunk.text)
+        if chunk.finish_reason is not None:
+            self.finish_reason = REASONS[chunk.finish_reason]
+        if logprobs is not None:
+            before = self.logprobs or {}
+            self.logprobs = {
+                key: before.get(key, []) + value if isinstance(value, list) else value
+                for key, value in logprobs.items()
+            }
+
+
+def choices_of(
+    request: ApiRequest, prompts: Sequence[Any], service: Service, matcher: LLMatcher | None
+) -> list[Choice]:
+    """Validates a request, and builds `n` choices of each prompt, with consecutive seeds.
+
+    Raises:
+        ApiError: a parameter or a prompt is wrong, or an answer exceeds the context.
+    """
+    engine, choices = service.engine, list[Choice]()
+    k = 0 if request.speculation == "off" else request.speculation
+    try:
+        rows = [request.tokens(prompt, engine) for prompt in prompts]
+        limits = [_limit(request, len(tokens), service) for tokens in rows]
+        for tokens, limit in zip(rows, limits, strict=True):
+            for index in range(request.n):
+                grammar = None
+                if matcher is not None:
+                    grammar = Grammar(matcher, prompt=len(tokens), eos_ids=engine.target.eos_ids)
+                chunks = engine.astream(
+                    tokens,
+                    max_new_tokens=limit,
+                    sampling=_sampling(request, index, grammar),
+                    stop=request.stop,
+                    k=k,
+                    logprobs=request.most_logprobs,
+                )
+                choices.append(Choice(index=len(choices), prompt=tokens, chunks=chunks, grammar=grammar))
+    except ValueError as error:
+        raise mistake(error, request) from None
+    return choices
+
+
+def mistake(error: ValueError, request: ApiRequest) -> ApiError:
+    """Converts an error of the engine; the prompt is to blame if the message begins with no parameter."""
+    message = " ".join(str(error).split())
+    if re.match(r"k=", message):
+        message = "speculation: " + message
+    if "stop string" in message:
+        return ApiError(400, message, param="stop")
+    first = re.match(r"\w+", message)
+    is_named = first is not None and first[0] in type(request).model_fields
+    return ApiError(400, message, param=first[0] if first is not None and is_named else request.prompts_name)
+
+
+def _sampling(request: ApiRequest, index: int, grammar: Grammar | None) -> Sampling:
+    return Sampling(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias={int(token): bias for token, bias in request.logit_bias.items()},
+        processors=() if grammar is None else (grammar,),
+        seed=secrets.randbits(SEED_BITS) if request.seed is None else request.seed + index,
+    )
+
+
+def _limit(request: ApiRequest, prompt: int, service: Service) -> int:
+    """Most tokens of an answer to a prompt of `prompt` tokens."""
+    capacity, most, name = service.engine.target.capacity, service.limits.max_new_tokens, request.limit_name
+    limit, room = getattr(request, name), capacity - prompt
+    code = "context_length_exceeded"
+    if room < 1:
+        message = f"the model has room for {capacity} tokens, and the prompt has {prompt}: shorten it"
+        raise ApiError(400, message, param=request.prompts_name, code=code)
+    if limit is None:
+        return min(room, most, request.usual_limit)
+    if limit > most:
+        message = f"{name}={limit}: this server gives at most {most} tokens an answer"
+        raise ApiError(400, message, param=name)
+    if limit > room:
+        message = (
+            f"the model has room for {capacity} tokens, the prompt has {prompt}, and {name}={limit}: "
+            "shorten the prompt or ask for fewer"
+        )
+        raise ApiError(400, message, param=name, code=code)
+    return int(limit)
+
+
+async def decoded(
+    choices: Sequence[Choice], service: Service, reservation: Reservation, arrived_s: float
+) -> AsyncGenerator[tuple[Choice, Chunk], None]:
+    """Decodes the choices of a request, and yields their rounds in order of arrival.
+
+    Closing it early cancels those that are not finished. A slow reader holds no row: its unread rounds are queued.
+
+    Args:
+        reservation: a queue slot for each choice.
+        arrived_s: time of the request's arrival, by `time.perf_counter`.
+
+    Raises:
+        Exception: decoding failed.
+    """
+    rounds: asyncio.Queue[tuple[Choice, Chunk] | Exception | None] = asyncio.Queue()
+
+    async def decode(choice: Choice) -> None:
+        counts, reason = AnswerMetrics(service.metrics, arrived_s, len(choice.prompt)), "abort"
+        try:
+            async with service.admission.row(reservation), aclosing(choice.chunks):
+                async for chunk in choice.chunks:
+                    counts.add(chunk)
+                    if chunk.finish_reason is not None:
+                        reason = REASONS[chunk.finish_reason]
+                    rounds.put_nowait((choice, chunk))
+            rounds.put_nowait(None)
+        except Exception as error:
+            reason = "error"
+            rounds.put_nowait(_error_of(choice, error))
+        finally:
+            counts.end(reason)
+
+    tasks = [asyncio.create_task(decode(choice)) for choice in choices]
+    try:
+        running = len(tasks)
+        while running:
+            item = await rounds.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _error_of(choice: Choice, error: Exception) -> Exception:
+    """The engine's error, or a 400 if the answer's JSON schema allows no further token."""
+    if choice.grammar is None or choice.grammar.dead_end is None or not isinstance(error, ValueError):
+        return error
+    return ApiError(400, f"response_format: {choice.grammar.dead_end}", param="response_format")
