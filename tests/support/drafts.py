@@ -42,41 +42,49 @@ def draft_of(family: Path, name: str) -> str | None:
 
 @cache
 def _head(family: Path, name: str) -> Path:
-    # Processes of a test run have the same target, each in a folder of its own; what one has trained serves all.
-    shared = family.parent.parent if family.parent.name.startswith("popen-") else family
-    folder, data = shared / f"head-{name}", shared / f"said-{name}.jsonl"
-    with FileLock(shared / f"training-{name}.lock"):
+    folder = _shared(family) / f"head-{name}"
+    with FileLock(folder.with_name(f"training-{name}.lock")):
         if not (folder / WEIGHTS).exists():
-            train_head(family, name, folder, data, **FURTHER.get(name, {}))
+            train_head(family, name, folder, **FURTHER.get(name, {}))
     return folder
 
 
-def train_head(family: Path, name: str, folder: Path, data: Path, **settings: object) -> None:
+def _shared(family: Path) -> Path:
+    """Processes of a test run have the same target, each in its own folder; what one has trained serves all."""
+    return family.parent.parent if family.parent.name.startswith("popen-") else family
+
+
+@cache
+def _answers(family: Path) -> Path:
+    """What the target says, to train on."""
+    file = _shared(family) / "answers.jsonl"
+    with FileLock(file.with_suffix(".lock")):
+        if not file.exists():
+            plain = load(str(family / "target"), runtime=Runtime(dtype="float64", compiled=False))
+            prompts = [prompt for prompt in PROMPTS for _ in range(2)]
+            samplings = [Sampling(), Sampling(temperature=0.7, seed=1)] * len(PROMPTS)
+            answers = plain.generate(prompts, max_new_tokens=80, sampling=samplings)
+            texts = [
+                {"prompt": prompt, "response": answer.text} for prompt, answer in zip(prompts, answers, strict=True)
+            ]
+            file.write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
+    return file
+
+
+def train_head(family: Path, name: str, folder: Path, **settings: object) -> None:
     """Trains a drafter on a target's states for a second.
 
     Args:
         family: has the target.
         name: of the drafter.
         folder: where it goes.
-        data: what the target says; written if it is not there.
         settings: of the recipe.
     """
-    if not data.exists():
-        plain = load(str(family / "target"), runtime=Runtime(dtype="float64", compiled=False))
-        answers = [
-            plain.generate(prompt, max_new_tokens=80, sampling=sampling)
-            for prompt in PROMPTS
-            for sampling in (Sampling(), Sampling(temperature=0.7, seed=1))
-        ]
-        texts = [
-            {"prompt": prompt, "response": answer.text}
-            for prompt, answer in zip([prompt for prompt in PROMPTS for _ in range(2)], answers, strict=True)
-        ]
-        data.write_text("".join(json.dumps(text) + "\n" for text in texts), encoding="utf-8")
     module = trainee_module(name)
     recipe = recipe_class(module).model_validate({
-        "model": str(family / "target"), "data": [data], "out": folder, "k": MOST_K, "steps": 24, "lr": 1e-2,
-        "samples_per_step": 8, "max_length": 96, "bf16": False, "device": "cpu", "held_out": 0, "warmup_steps": 1,
+        "model": str(family / "target"), "data": [_answers(family)], "out": folder, "k": MOST_K, "steps": 24,
+        "lr": 1e-2, "samples_per_step": 8, "max_length": 96, "bf16": False, "device": "cpu", "held_out": 0,
+        "warmup_steps": 1,
     } | settings)  # fmt: skip
     launch.train(recipe, module.build, lambda report: None)
     assert (folder / WEIGHTS).exists()

@@ -106,7 +106,7 @@ def test_side_branches_are_read_after_their_own_tokens(family: Path) -> None:
 def as_in_vllm(family: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A drafter that is trained `for_vllm`."""
     folder = tmp_path_factory.mktemp("eagle")
-    train_head(family, "eagle", folder / "for_vllm", folder / "said.jsonl", for_vllm=True)
+    train_head(family, "eagle", folder / "for_vllm", for_vllm=True)
     return str(folder / "for_vllm")
 
 
