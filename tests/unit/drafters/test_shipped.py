@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 import paradraft
@@ -20,11 +19,19 @@ K = 8
 
 
 def drafts_of(model: PreTrainedModel, prompt: list[int], masks: list[int]) -> list[Tensor]:
-    """The likeliest tokens after every 16th position of a prompt, and at the masks there."""
+    """The likeliest tokens after every 16th position of a prompt, and at the masks there.
+
+    One pass reads the prompt once and all masks after it: those of a position see the prompt so far and each other.
+    """
     lengths = range(len(prompt), 8, -16)
-    rows = [torch.tensor(prompt[:length] + masks) for length in lengths]
-    drafted = model(pad_sequence(rows, batch_first=True)).logits.argmax(-1)  # a causal model never sees the padding
-    return [row[length - 1 : length + len(masks)] for length, row in zip(lengths, drafted, strict=True)]
+    tokens = torch.tensor([prompt + masks * len(lengths)])
+    ends = torch.tensor([len(prompt)] * len(prompt) + [length for length in lengths for _ in masks])
+    positions = torch.tensor([*range(len(prompt)), *(length + i for length in lengths for i in range(len(masks)))])
+    is_prompt = torch.arange(len(ends)) < len(prompt)
+    sees = (positions[:, None] >= positions) & torch.where(is_prompt, positions < ends[:, None], ends[:, None] == ends)
+    drafted = model(tokens, attention_mask=sees[None, None], position_ids=positions[None]).logits[0].argmax(-1)
+    groups = drafted[len(prompt) :].view(len(lengths), len(masks))
+    return [torch.cat([drafted[n - 1 : n], group]) for n, group in zip(lengths, groups, strict=True)]
 
 
 @torch.no_grad()
