@@ -43,7 +43,10 @@ SAMPLINGS = [
     Sampling(repetition_penalty=1.3),
     Sampling(temperature=0.7, presence_penalty=0.5, seed=3),
 ]
-COMPILED = [pytest.param(False, id="eager"), pytest.param(None, id="C++")]
+EAGER, CPP = False, None
+COMPILED = [pytest.param(EAGER, id="eager"), pytest.param(CPP, id="C++")]
+PERFECT, POOR = 1, 2
+"""Seeds of draft models."""
 
 
 def model(seed: int, compiled: bool | None, **settings: int) -> CausalLM:
@@ -58,15 +61,22 @@ def pard(lm: CausalLM) -> PardDrafter:
     return PardDrafter(lm, VOCAB + 1)
 
 
-@pytest.mark.parametrize("compiled", COMPILED)
-@pytest.mark.parametrize("drafter", [autoregressive, pard])
-@pytest.mark.parametrize("seed", [1, 2], ids=["perfect draft", "poor draft"])
-@pytest.mark.parametrize("gamma", [2, 5, 14])
+@pytest.mark.parametrize(
+    ("gamma", "compiled", "drafter", "seed"),
+    [
+        (2, EAGER, autoregressive, PERFECT),
+        (2, CPP, pard, POOR),
+        (5, EAGER, pard, POOR),
+        (5, CPP, autoregressive, PERFECT),
+        (14, EAGER, pard, PERFECT),
+        (14, CPP, autoregressive, POOR),
+    ],
+)
 def test_text_is_that_of_plain_decoding(
-    drafter: Callable[[CausalLM], Any], seed: int, gamma: int, compiled: bool | None
+    gamma: int, compiled: bool | None, drafter: Callable[[CausalLM], Any], seed: int
 ) -> None:
     """Guards the promise of the library, in a batch whose rows are each in their mode, with rows that end, and windows
-    that are longer than a prompt and than the room left."""
+    that are longer than a prompt and than the room left. Every pair of settings occurs."""
     target = target_of(model(1, compiled))
     asked = requests(PROMPTS, SAMPLINGS, [30, 7, 1, 12, 40], eos_ids=frozenset([17]))
     plain = answers(Batch(target, NoDrafts(), lengths=Fixed(0)), asked)
@@ -76,10 +86,11 @@ def test_text_is_that_of_plain_decoding(
     assert answers(batch, asked) == plain
 
 
-@pytest.mark.parametrize("compiled", COMPILED)
-@pytest.mark.parametrize("drafter", [autoregressive, pard])
-@pytest.mark.parametrize("overlap", ["pre", "post"])
-def test_one_strategy_alone(drafter: Callable[[CausalLM], Any], overlap: str, compiled: bool | None) -> None:
+@pytest.mark.parametrize(
+    ("overlap", "compiled", "drafter"),
+    [("pre", EAGER, autoregressive), ("pre", CPP, pard), ("post", CPP, autoregressive), ("post", EAGER, pard)],
+)
+def test_one_strategy_alone(overlap: str, compiled: bool | None, drafter: Callable[[CausalLM], Any]) -> None:
     """Guards the text without pre-verify, where a window is drafted before it is read ahead of, and without
     post-verify; and that each is what its name says."""
     target = target_of(model(1, compiled))
@@ -275,28 +286,34 @@ def test_a_second_batch_starts_anew() -> None:
     assert answers(batch, asked) == answers(Batch(target, drafter, lengths=Fixed(4)), asked)
 
 
-@pytest.mark.parametrize("runtime", [Runtime(dtype="float64", compiled=False), Runtime(dtype="float32")])
-@pytest.mark.parametrize("name", ["autoregressive", "pard"])
-def test_engines_draft_ahead(family: Path, name: str, runtime: Runtime) -> None:
+@pytest.mark.parametrize(
+    ("name", "gamma", "runtime"),
+    [
+        ("autoregressive", 2, Runtime(dtype="float64", compiled=False)),
+        ("autoregressive", 7, Runtime(dtype="float32")),
+        ("pard", 2, Runtime(dtype="float32")),
+        ("pard", 7, Runtime(dtype="float64", compiled=False)),
+    ],
+)
+def test_engines_draft_ahead(family: Path, name: str, gamma: int, runtime: Runtime) -> None:
     """Guards stop strings and ends within a window, streams, and conversations whose caches are kept."""
     target, draft = str(family / "target"), draft_of(family, name)
     plain = load(target, runtime=runtime)
-    for gamma in (2, 7):
-        engine = load(target, drafter=name, draft=draft, gamma=gamma, kept_rows=2, runtime=runtime)
-        texts = ["hello", "abcabc", "T", "The0quick1"]
-        stop = plain.generate("hello", max_new_tokens=12).text[5:7]
-        settings: dict[str, Any] = {"max_new_tokens": 30, "stop": [stop], "sampling": [*SAMPLINGS[:3], SAMPLINGS[4]]}
-        found, expected = (each.generate(texts, batch_size=3, **settings) for each in (engine, plain))
-        assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
-        assert [answer.text for answer in found] == [answer.text for answer in expected]
-        assert [answer.finish_reason for answer in found] == [answer.finish_reason for answer in expected]
-        chunks = list(engine.stream("hello", max_new_tokens=20))
-        assert "".join(chunk.text for chunk in chunks) == plain.generate("hello", max_new_tokens=20).text
-        follow = [[*range(1, 9), *answer.tokens, 5] for answer in expected[:2]]
-        for _ in range(2):
-            again, same = (each.generate(follow, max_new_tokens=15) for each in (engine, plain))
-            assert [answer.tokens for answer in again] == [answer.tokens for answer in same]
-            follow = [[*prompt, *answer.tokens, 6] for prompt, answer in zip(follow, same, strict=True)]
+    engine = load(target, drafter=name, draft=draft, gamma=gamma, kept_rows=2, runtime=runtime)
+    texts = ["hello", "abcabc", "T", "The0quick1"]
+    stop = plain.generate("hello", max_new_tokens=12).text[5:7]
+    settings: dict[str, Any] = {"max_new_tokens": 30, "stop": [stop], "sampling": [*SAMPLINGS[:3], SAMPLINGS[4]]}
+    found, expected = (each.generate(texts, batch_size=3, **settings) for each in (engine, plain))
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+    assert [answer.text for answer in found] == [answer.text for answer in expected]
+    assert [answer.finish_reason for answer in found] == [answer.finish_reason for answer in expected]
+    chunks = list(engine.stream("hello", max_new_tokens=20))
+    assert "".join(chunk.text for chunk in chunks) == plain.generate("hello", max_new_tokens=20).text
+    follow = [[*range(1, 9), *answer.tokens, 5] for answer in expected[:2]]
+    for _ in range(2):
+        again, same = (each.generate(follow, max_new_tokens=15) for each in (engine, plain))
+        assert [answer.tokens for answer in again] == [answer.tokens for answer in same]
+        follow = [[*prompt, *answer.tokens, 6] for prompt, answer in zip(follow, same, strict=True)]
 
 
 def test_gamma_is_measured(family: Path) -> None:

@@ -72,11 +72,13 @@ def speculation_of(family: Path, name: str, gamma: int = 4) -> Speculation:
     return Speculation(drafter=name, draft=str(draft_of(family, name)), gamma=gamma)
 
 
-def engine_of(process: DrafterProcess, family: Path, name: str, **settings: int) -> Engine:
-    target = load_target(str(family / "target"), RUNTIME)
+def engine_of(
+    process: DrafterProcess, family: Path, name: str, *, runtime: Runtime = RUNTIME, **settings: int
+) -> Engine:
+    target = load_target(str(family / "target"), runtime)
     speculation = speculation_of(family, name, **settings)
     return Engine(
-        target, process.load(name, target.facts, draft=speculation.draft, runtime=RUNTIME), speculation, kept_rows=2
+        target, process.load(name, target.facts, draft=speculation.draft, runtime=runtime), speculation, kept_rows=2
     )
 
 
@@ -90,9 +92,10 @@ def process_of(engine: Engine) -> subprocess.Popen[bytes]:
 @pytest.mark.parametrize("name", ["autoregressive", "pard"])
 def test_text_is_that_of_plain_decoding(other_side: DrafterProcess, family: Path, name: str) -> None:
     """Guards tokens, noise, rows that join and leave, and kept caches on their way to the other side."""
-    plain = load(str(family / "target"), runtime=RUNTIME)
+    runtime = Runtime(dtype="float32")
+    plain = load(str(family / "target"), runtime=runtime)
     for gamma in (2, 7):
-        engine = engine_of(other_side, family, name, gamma=gamma)
+        engine = engine_of(other_side, family, name, runtime=runtime, gamma=gamma)
         settings: dict[str, Any] = {"max_new_tokens": 30, "sampling": SAMPLINGS, "batch_size": 3}
         found, expected = (each.generate(TEXTS, **settings) for each in (engine, plain))
         assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
@@ -101,7 +104,7 @@ def test_text_is_that_of_plain_decoding(other_side: DrafterProcess, family: Path
             again, same = (each.generate(follow, max_new_tokens=15) for each in (engine, plain))
             assert [answer.tokens for answer in again] == [answer.tokens for answer in same]
             follow = [[*prompt, *answer.tokens, 6] for prompt, answer in zip(follow, same, strict=True)]
-        local = load(str(family / "target"), drafter=name, draft=draft_of(family, name), gamma=gamma, runtime=RUNTIME)
+        local = load(str(family / "target"), drafter=name, draft=draft_of(family, name), gamma=gamma, runtime=runtime)
         alike = local.generate(TEXTS, **settings)
         assert [answer.accepted for answer in found] == [answer.accepted for answer in alike]
 
@@ -315,10 +318,16 @@ def test_a_side_that_is_killed_or_hangs_ends_the_other(family: Path) -> None:
         assert is_gone(pid)
 
 
-def test_an_engine_that_is_dropped_leaves_no_process(family: Path) -> None:
+def test_an_engine_that_is_dropped_leaves_no_process(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the drafter's process against a `random.py` in the folder where the user is, too."""
+    (tmp_path / "random.py").write_text("raise RuntimeError('not this one')")
+    monkeypatch.chdir(tmp_path)
     target = str(family / "target")
     placement = Placement(draft_cpus=(min(os.sched_getaffinity(0)),))
     engine = load(target, drafter="autoregressive", draft=target, gamma=4, runtime=RUNTIME, placement=placement)
+    assert engine.generate("hello", max_new_tokens=8).tokens
     process = process_of(engine)
     assert process.poll() is None
     pid = process.pid
@@ -420,22 +429,16 @@ def handled(number: signal.Signals, handler: Callable[..., None]) -> Iterator[No
         signal.signal(number, before)
 
 
-def remote(family: Path) -> Engine:
-    """An engine whose drafter has a process of its own; the draft is the target."""
+@pytest.fixture(scope="module")
+def remote(family: Path) -> Iterator[Engine]:
+    """An engine whose drafter has its own process; the draft is the target."""
     target = str(family / "target")
     placement = Placement(draft_device="cpu", draft_timeout_s=30.0)
-    return load(target, drafter="autoregressive", draft=target, gamma=4, runtime=RUNTIME, placement=placement)
+    with load(target, drafter="autoregressive", draft=target, gamma=4, runtime=RUNTIME, placement=placement) as engine:
+        yield engine
 
 
-def test_files_beside_the_user_are_no_modules(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the drafter's process against a `random.py` in the folder where the user is."""
-    (tmp_path / "random.py").write_text("raise RuntimeError('not this one')")
-    monkeypatch.chdir(tmp_path)
-    with remote(family) as engine:
-        assert engine.generate("hello", max_new_tokens=8).tokens
-
-
-def test_interrupted_anywhere(family: Path) -> None:
+def test_interrupted_anywhere(family: Path, remote: Engine) -> None:
     """Guards a notebook whose user stops an answer: the channel stays in step, whatever was being sent or read."""
     listening: list[int] = []
 
@@ -443,45 +446,43 @@ def test_interrupted_anywhere(family: Path) -> None:
         if listening:  # an answer may have ended before its turn comes to be interrupted
             raise KeyboardInterrupt
 
-    with remote(family) as engine, handled(signal.SIGINT, interrupt):
+    with handled(signal.SIGINT, interrupt):
         plain = load(str(family / "target"), runtime=RUNTIME)
-        expected, interrupted = plain.generate("hello", max_new_tokens=60).tokens, 0
+        expected, interrupted = plain.generate("hello", max_new_tokens=24).tokens, 0
         for turn in range(40):
             timer = threading.Timer(0.001 + 0.0007 * turn, signal.raise_signal, [signal.SIGINT])
             timer.start()
             try:
                 listening.append(turn)
-                engine.generate("hello", max_new_tokens=60)
+                remote.generate("hello", max_new_tokens=24)
             except KeyboardInterrupt:
                 interrupted += 1
             finally:
                 listening.clear()
             timer.join()
-            assert engine.generate("hello", max_new_tokens=60).tokens == expected
+            assert remote.generate("hello", max_new_tokens=24).tokens == expected
     assert interrupted
 
 
-def test_a_late_answer_is_no_answer_to_the_next_question(family: Path) -> None:
+def test_a_late_answer_is_no_answer_to_the_next_question(remote: Engine) -> None:
     """Guards windows against those of a question whose answer nobody has waited for."""
-    with remote(family) as engine:
-        drafter = engine.drafter
-        drafter.start(Drafting(), torch.device("cpu"))
-        drafter.join([Request(id=0, tokens=[1, 2, 3], max_new_tokens=9)], Committed(tokens=torch.tensor([[1, 2, 3]])))
-        drafter.begin([5], None)
-        assert drafter.propose([2]).tokens.shape == (1, 2)
-        drafter.begin([5], None)
-        assert isinstance(drafter.passes(), int)
+    drafter = remote.drafter
+    drafter.start(Drafting(), torch.device("cpu"))
+    drafter.join([Request(id=0, tokens=[1, 2, 3], max_new_tokens=9)], Committed(tokens=torch.tensor([[1, 2, 3]])))
+    drafter.begin([5], None)
+    assert drafter.propose([2]).tokens.shape == (1, 2)
+    drafter.begin([5], None)
+    assert isinstance(drafter.passes(), int)
 
 
-def test_a_fork_does_not_end_the_drafter(family: Path) -> None:
+def test_a_fork_does_not_end_the_drafter(remote: Engine) -> None:
     """Guards programs that fork, as data loaders do, after their models were loaded."""
-    with remote(family) as engine:
-        expected = engine.generate("hello", max_new_tokens=12).tokens
-        if not (child := os.fork()):
-            weakref.finalize._exitfunc()  # what the interpreter does at its end
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        assert engine.generate("hello", max_new_tokens=12).tokens == expected
+    expected = remote.generate("hello", max_new_tokens=12).tokens
+    if not (child := os.fork()):
+        weakref.finalize._exitfunc()  # what the interpreter does at its end
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert remote.generate("hello", max_new_tokens=12).tokens == expected
 
 
 def test_two_processes_of_torchrun_meet_once(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
