@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,16 @@ from paradraft.sources.loading import load_model, load_tokenizer, locate
 
 POCKET = Path(paradraft.__file__).parent / "pocket"
 K = 8
+
+
+def prompts() -> list[str]:
+    return [json.loads(line)["prompt"] for line in (POCKET / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@cache
+def plain_tokens() -> list[list[int]]:
+    """The answers of plain decoding to the first prompts."""
+    return [answer.tokens for answer in paradraft.load("pocket").generate(prompts()[:8], max_new_tokens=64)]
 
 
 def drafts_of(model: PreTrainedModel, prompt: list[int], masks: list[int]) -> list[Tensor]:
@@ -42,9 +53,8 @@ def test_engines_draft_tokens_of_the_text(drafter: str) -> None:
     folder = locate("pocket", drafter)
     model, tokenizer = load_model(folder, Runtime(dtype="float32")), load_tokenizer(folder)
     masks = [model.config.pard_token] * (K - 1) if drafter == "pard" else []
-    lines = (POCKET / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
-    drafts = [draft for prompt in prompts for draft in drafts_of(model, prompt, masks)]
+    texts = [tokenizer(prompt)["input_ids"] for prompt in prompts()]
+    drafts = [draft for text in texts for draft in drafts_of(model, text, masks)]
     assert len(drafts) > 500
     drafted = torch.stack(drafts)
     no_tokens = (drafted > max(tokenizer.get_vocab().values())).float().mean(0)
@@ -56,9 +66,7 @@ def test_shipped_drafters_work_at_once(drafter: str, least: float) -> None:
     """Guards weights that were stored for another target, or another version of the code: they would draft, and hardly
     be accepted."""
     engine = paradraft.load("pocket", drafter=drafter, k=8, lengths="fixed")
-    lines = (POCKET / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:8]
-    answers = engine.generate([json.loads(line)["prompt"] for line in lines], max_new_tokens=64)
-    plain = paradraft.load("pocket").generate([json.loads(line)["prompt"] for line in lines], max_new_tokens=64)
-    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    answers = engine.generate(prompts()[:8], max_new_tokens=64)
+    assert [answer.tokens for answer in answers] == plain_tokens()
     rounds = sum(answer.stats.rounds for answer in answers)
     assert sum(len(answer.tokens) for answer in answers) / rounds > least
