@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paradraft.formats.gguf_blocks import Products
-from paradraft.models.forward.cpu import build
 from paradraft.models.forward.cpu.matrix import PackedMatrix
-from paradraft.models.forward.cpu.prebuilt import LEVELS, Level
 from paradraft.models.quantization import stored_bytes, stored_parts
 from paradraft.models.quantized import (
     _FORMATS,
@@ -31,7 +29,6 @@ from paradraft.models.quantized import (
     rounded_to_8_bits,
 )
 from paradraft.models.runtime import Runtime
-from tests.unit.models.forward.test_cpu_build import kept, new_machine  # noqa: F401  # fixtures
 
 SHAPES = [(70, 96), (5, 32), (3, 100), (130, 33), (65, 320), (1, 7)]
 FORMATS = [
@@ -115,50 +112,6 @@ def test_kernels_give_the_bits_of_the_definition(format: Format) -> None:
     of their own that differs from where they are read."""
     for shape in shapes_of(format):
         assert_kernels_follow(random_weight(format, shape))
-
-
-@pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx2", False), reason="of x86 CPUs")
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param("-march=x86-64", id="plain"),
-        pytest.param("-march=haswell -mtune=znver2", id="AVX2"),
-        pytest.param("-mno-avx512vnni -mno-avxvnni", id="no VNNI", marks=pytest.mark.slow),
-        pytest.param("-march=haswell -mavxvnni", id="VNNI of 256 bits", marks=pytest.mark.slow),
-        pytest.param("-march=sandybridge", id="AVX", marks=pytest.mark.slow),
-    ],
-)
-def test_other_cpus_give_the_same_bits(kept: None, monkeypatch: pytest.MonkeyPatch, flags: str) -> None:  # noqa: F811
-    """Guards sums of 16 bits against numbers that do not fit, and CPUs that fuse nothing."""
-    instructions = " ".join(build._cpu())
-    if ("-mavxvnni" in flags and "avx_vnni" not in instructions) or (
-        "-mno" in flags and "avx512bw" not in instructions
-    ):
-        pytest.skip("this CPU has no such instructions")
-    check_bits_with((*build.FLAGS, *flags.split()), monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
-def test_libraries_of_wheels_give_the_same_bits(
-    kept: None,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    level: Level,
-) -> None:
-    """Guards the same on machines that take a wheel's library."""
-    if not level.needs <= {*build.instructions().split()}:
-        pytest.skip("this CPU has no such instructions")
-    check_bits_with((*build.FOR_ANY_CPU, *level.flags), monkeypatch)
-
-
-def check_bits_with(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiles the kernels with these options, and compares."""
-    monkeypatch.setattr(build, "FLAGS", flags)
-    for format in FORMATS:
-        if format.group in (0, 16, 32):
-            assert_kernels_follow(random_weight(format, shapes_of(format)[0]))
-    extremes = QuantizedTensor(torch.full((4, 64), -128, dtype=torch.int8), torch.ones(4, 1), bits=8, group=64)
-    assert product(PackedMatrix([extremes]), torch.full((1, 64), -1.0)).tolist() == [[64 * 128.0] * 4]
 
 
 def test_a_product_is_what_its_definition_says() -> None:
