@@ -139,7 +139,7 @@ def test_a_run_says_what_it_will_do_and_what_to_do_next(
     assert generate[0] == bench[0] == "paradraft"
     answer = paradraft(*generate[1:-1], "abc", "--max-new-tokens", 4, *EXACT)
     assert answer.code == 0, answer.err
-    small = ["--num-prompts", 1, "--max-new-tokens", 4, "--runs", 1, *EXACT, *prompts_of(tmp_path)]
+    small = ["--num-prompts", 1, "--max-new-tokens", 4, "--runs", 1, "--no-compile", *EXACT, *prompts_of(tmp_path)]
     figures = paradraft(*bench[1:], *small)
     assert figures.code == 0, figures.err
     assert serve[:3] == ["vllm", "serve", str(family / "target")]
