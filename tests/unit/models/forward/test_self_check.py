@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -118,22 +120,42 @@ def test_the_model_s_own_attention_may_be_any() -> None:
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kind", KINDS_OF_MODELS)
-def test_right_passes_of_awkward_sizes_are_accepted(kind: str, size: tuple[int, ...]) -> None:
-    """Guards groups that are not whole, heads of odd sizes, and few outputs."""
-    for weights in WEIGHTS:
-        assert measured(as_stored(random_model(kind, size), weights)).is_right, weights
-
-
 @pytest.mark.parametrize(
-    ("kind", "fault"), [(kind, fault) for kind in ("llama", "qwen2", "qwen3") for fault in faults_of(kind)]
+    ("kind", "size", "weights"),
+    [
+        (kind, SIZES[shift - index], WEIGHTS[index])  # every two of them meet
+        for shift, kind in enumerate(KINDS_OF_MODELS)
+        for index in range(len(WEIGHTS))
+    ],
 )
-def test_wrong_passes_are_refused(kind: str, fault: str) -> None:
+def test_right_passes_of_awkward_sizes_are_accepted(kind: str, size: tuple[int, ...], weights: str) -> None:
+    """Guards groups that are not whole, heads of odd sizes, and few outputs."""
+    assert measured(as_stored(random_model(kind, size), weights)).is_right
+
+
+def refused() -> Iterator[tuple[str, str, str]]:
+    """Faults, kinds of models and weights: every two of them that can meet do."""
+    kinds = ("llama", "qwen2", "qwen3")
+    for number, fault in enumerate(dict.fromkeys(fault for kind in kinds for fault in faults_of(kind))):
+        having = [kind for kind in kinds if fault in faults_of(kind)]
+        for index, weights in enumerate(WEIGHTS):
+            yield fault, having[(number + index) % len(having)], weights
+
+
+@pytest.mark.parametrize(("fault", "kind", "weights"), list(refused()))
+def test_wrong_passes_are_refused(fault: str, kind: str, weights: str) -> None:
     """Guards against a check that refuses nothing: each of these makes other texts."""
-    for weights in WEIGHTS:
-        with pytest.raises(WrongPassError, match="formula"):
-            faulty(faults_of(kind)[fault])(small(kind, weights))
+    with pytest.raises(WrongPassError, match="formula"):
+        faulty(faults_of(kind)[fault])(small(kind, weights))
+
+
+def test_faults_kinds_and_weights_meet() -> None:
+    """Control of the choice above: 4 of the 12 combinations of a fault have all pairs."""
+    chosen = list(refused())
+    common = [case for case in chosen if all(case[0] in faults_of(kind) for kind in ("llama", "qwen2", "qwen3"))]
+    for left, right in ((0, 1), (0, 2), (1, 2)):
+        parts = [sorted({case[index] for case in common}) for index in (left, right)]
+        assert {(case[left], case[right]) for case in common} == set(itertools.product(*parts))
 
 
 @pytest.mark.parametrize("weights", WEIGHTS[1:])
