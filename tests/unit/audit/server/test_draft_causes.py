@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -111,7 +111,8 @@ def audited(tokenizer: PreTrainedTokenizerBase, prompts: list[str], target: Plai
         propose: Propose, draft: PreTrainedModel, *, asked: list[str] | None = None, rows: int | None = None,
         tokens: int = 22, **engine: Any,
     ) -> ServedReport:  # fmt: skip
-        decoding = Decoding(target=target, ends=ENDS, propose=propose)
+        drafts = cache(lambda text, prompt: propose([*text], prompt))  # all prompts are asked twice
+        decoding = Decoding(target=target, ends=ENDS, propose=lambda text, prompt: drafts(tuple(text), prompt))
         with FakeEngine(decoding=decoding, tokenizer=tokenizer, **engine) as server:
             return audit_endpoint(
                 AuditedServer(url=server.url, model=MODEL, tokenizer=tokenizer, end_ids=ENDS), reference,
