@@ -127,7 +127,9 @@ def plain_answers(engine: Engine) -> Expected:
 def random_speculation(chooser: random.Random, name: str, rule: str | None = None) -> Speculation:
     """Draft length, shape and verification rule that suit a drafter."""
     shape = chooser.choice(list(SHAPES)) if branches(name) else "chain"
-    rules = ["match"] if name == "none" or drafter_class(name).depends_on_rounds else ["match", "match", "rejection"]
+    rules = (
+        ["match"] if name == "none" or drafter_class(name).traits.depends_on_rounds else ["match", "match", "rejection"]
+    )
     k = chooser.randint(3 if shape == "fixed" else 1, MOST_K)
     return Speculation(k=k, tree=SHAPES[shape], verify=rule or chooser.choice(rules), lengths="fixed")
 
