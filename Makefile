@@ -1,6 +1,8 @@
 # Everything a user or CI runs. `make` alone lists the targets.
 
 PYTHON ?= python3
+# Where bytecode is not kept, each of the hundreds of processes of the tests compiles the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
 BIN := $(VENV)/bin
 # Passes in C++ are compiled once, and not by each process of the tests at the same time.
