@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import signal
-import sys
 from collections.abc import Generator
 from dataclasses import asdict
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -123,17 +120,3 @@ def quick_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
     if "drawn" not in request.fixturenames:
         monkeypatch.setattr(curves, "draw", told)
-
-
-@cache
-def entry_points(_: tuple[str, ...]) -> metadata.EntryPoints:
-    """What the packages in these folders, those of `sys.path`, offer."""
-    return metadata.entry_points()
-
-
-@pytest.fixture(autouse=True)
-def quick_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the metadata of all packages be read once, and again where a test puts a package beside them."""
-    monkeypatch.setattr(
-        "paradraft.plugins.entry_points", lambda **wanted: entry_points(tuple(sys.path)).select(**wanted)
-    )
