@@ -69,14 +69,9 @@ class RecordingTarget(Target):
         """Index of a prompt, and of its new token that was to be chosen by logits that are not numbers."""
         self._prompt_of_row: list[int] = []
 
-    def start(
-        self,
-        reserved_tokens: Iterable[int] = (),
-        hidden_layers: tuple[int, ...] = (),
-        prompt_hidden_layers: tuple[int, ...] = (),
-    ) -> None:
+    def start(self, reserved_tokens: Iterable[int] = (), hidden_layers: tuple[int, ...] = ()) -> None:
         """See `Target`."""
-        super().start(reserved_tokens, hidden_layers, prompt_hidden_layers)
+        super().start(reserved_tokens, hidden_layers)
         self.rows, self.not_numbers, self._prompt_of_row = [], [], []
 
     def join(self, requests: Sequence[Request], prefixes: Sequence[tuple[SavedRow, int] | None] = ()) -> Committed:

@@ -158,7 +158,7 @@ class Batch:
     def _start(self) -> None:
         device = self.target.device
         drafter = self.drafter
-        self.target.start(drafter.reserved_tokens, drafter.hidden_layers, drafter.hidden_layers)
+        self.target.start(drafter.reserved_tokens, drafter.hidden_layers)
         self._start_number = self.target.starts
         self.drafter.start(self.drafting, device)
         self.sampler = Sampler(drafting=self.drafting, device=device, faster=self.target.lm.draw)

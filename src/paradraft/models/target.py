@@ -112,20 +112,14 @@ class Target:
         """
         return end_of_turn(self.tokenizer) in self.named_ends
 
-    def start(
-        self,
-        reserved_tokens: Iterable[int] = (),
-        hidden_layers: tuple[int, ...] = (),
-        prompt_hidden_layers: tuple[int, ...] = (),
-    ) -> None:
+    def start(self, reserved_tokens: Iterable[int] = (), hidden_layers: tuple[int, ...] = ()) -> None:
         """Removes all rows and starts a batch for one drafter.
 
         Args:
             reserved_tokens: never chosen.
-            hidden_layers: whose states every round returns.
-            prompt_hidden_layers: whose states `join` returns.
+            hidden_layers: whose states `join` and every round return.
         """
-        self._hidden_layers, self._prompt_hidden_layers = hidden_layers, prompt_hidden_layers
+        self._hidden_layers = hidden_layers
         self._prefill = None
         self.lm.start()
         self.lm.reserve(reserved_tokens)
@@ -152,7 +146,7 @@ class Target:
             known[index] = self._restore(before + index, prompts[index], prefix)
         unread = [prompt[length:] for prompt, length in zip(prompts, known, strict=True)]
         # The other rows are not read: their roots stay the same until the next round.
-        read = self.lm.prefill([[]] * before + unread, self._prompt_hidden_layers)
+        read = self.lm.prefill([[]] * before + unread, self._hidden_layers)
         self._root_B1 = torch.cat([self._root_B1, upload(read.last[before:], self.device)])
         tokens = from_lists(prompts, self.device)
         hidden = {layer: _after(states[before:], known, tokens.shape[1]) for layer, states in read.hidden.items()}
@@ -178,7 +172,7 @@ class Target:
         row, prompt = self._prefill, self._prefill.tokens
         before, first = len(self._root_B1), self.lm.lengths[-1]
         last = min(first + most, len(prompt) - 1)
-        read = self.lm.prefill([[]] * before + [prompt[first : last + 1]], self._prompt_hidden_layers)
+        read = self.lm.prefill([[]] * before + [prompt[first : last + 1]], self._hidden_layers)
         row.states.append({layer: states[before:] for layer, states in read.hidden.items()})
         if last < len(prompt) - 1:
             return last - first, None
@@ -187,7 +181,7 @@ class Target:
         self._root_B1 = torch.cat([self._root_B1, upload([prompt[-1:]], self.device)])
         hidden = {
             layer: _after(torch.cat([part[layer] for part in row.states], dim=1), [row.known], len(prompt))
-            for layer in self._prompt_hidden_layers
+            for layer in self._hidden_layers
         }
         return last - first, Committed(tokens=from_lists([prompt], self.device), hidden=hidden)
 
@@ -208,7 +202,7 @@ class Target:
             return 0
         saved, shared = prefix
         # The last known token is read again for its state, from which the first unread one is predicted.
-        most = min(shared, len(prompt) - 1) - bool(self._prompt_hidden_layers)
+        most = min(shared, len(prompt) - 1) - bool(self._hidden_layers)
         return self.lm.restore(row, saved, max(most, 0))
 
     def forward(self, draft: Draft) -> TargetOut:

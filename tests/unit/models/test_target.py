@@ -57,10 +57,10 @@ def test_states_after_a_kept_row_are_those_of_the_whole_prompt(shared: int) -> N
     """Guards drafters that read states: of a prompt that begins as a kept row, the first token that is not shared was
     predicted from the state of the last one that is, which no cache of keys and values holds."""
     ours, prompts = target(), [[5, 6, 7, 5, 6, 7, 9, 10], [1, 2, 3]]
-    ours.start(prompt_hidden_layers=(FINAL_NORM, 1))
+    ours.start(hidden_layers=(FINAL_NORM, 1))
     whole = ours.join(requests(prompts))
     saved = ours.lm.save(0, 7)
-    ours.start(prompt_hidden_layers=(FINAL_NORM, 1))
+    ours.start(hidden_layers=(FINAL_NORM, 1))
     begun = ours.join(requests(prompts), [(saved, shared), None])
     assert ours.lm.lengths == [7, 2]
     for layer in (FINAL_NORM, 1):
@@ -151,14 +151,13 @@ def test_end_tokens_are_found_wherever_a_model_names_them() -> None:
 
 
 def test_states_are_returned_of_the_layers_that_are_asked_for() -> None:
-    """Guards drafters that read the target: those of the prompt, of the root and of each node; nothing by default, and
-    nothing of the prompt where only rounds are asked about."""
+    """Guards drafters that read the target: those of the prompt, of the root and of each node; nothing by default."""
     ours, prompt = target(), requests([[5, 6, 7]])
     draft = Draft(tokens=torch.tensor([[1, 2]]), parents=torch.tensor([[-1, -1]]))
-    for rounds, prompts in (((), ()), ((1, -1), ()), ((1, -1), (1,))):
-        ours.start((), rounds, prompts)
+    for layers in ((), (1, -1)):
+        ours.start((), layers)
         read, hidden = ours.join(prompt).hidden, ours.forward(draft).hidden
-        assert tuple(read) == prompts and tuple(hidden) == rounds
+        assert tuple(read) == tuple(hidden) == layers
     for node in (1, 2):
         text = torch.tensor([[5, 6, 7, node]])
         whole = ours.lm.model(text, output_hidden_states=True).hidden_states[1]
