@@ -83,7 +83,8 @@ def test_a_process(family: Path, tmp_path: Path, kind: signal.Signals) -> None:
             lines = iter(process.stderr.readline, "")
             assert any("do not say otherwise have temperature=0.6, top_k=7, as the model" in line for line in lines)
             url = next(found[0] for line in lines if (found := re.search(r"http://[\d.:]+", line)))
-            described = httpx2.get(f"{url}/openapi.json").json()["components"]["schemas"]["AskedText"]["properties"]
+            schemas = httpx2.get(f"{url}/openapi.json").json()["components"]["schemas"]
+            described = schemas["CompletionRequest"]["properties"]
             assert described["temperature"]["default"] == 0.6
             body = {"prompt": "hello", "max_tokens": 100, "stream": True, "logit_bias": {"0": -100}}
             with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
