@@ -1,5 +1,4 @@
-"""What every drafter must do, beside drafting losslessly (`test_joining.py`): the files in `drafters/` are found, not
-named, so that a new one is tested by itself."""
+"""What every drafter must do. The files in `drafters/` are found, not named: a new one is tested by itself."""
 
 from __future__ import annotations
 
@@ -28,6 +27,8 @@ from paradraft.tree import ABSENT, Tree
 from tests.conftest import VOCAB
 from tests.support.decoding import Varying, committed, requests
 from tests.support.decoding import answers as answers_of
+from tests.support.decoding import decoded as rounds
+from tests.support.decoding import texts as texts_of
 from tests.support.drafts import draft_of
 from tests.support.replays import replay_everything
 
@@ -39,6 +40,9 @@ RUNTIMES = {
     REPLAYED: Runtime(dtype="float64", compiled=True),
 }
 """Where equality is exact; compiled passes on a CPU are those in C++, and replayed ones stand for those of a GPU."""
+LENGTHS = [1, 2, 5, 8]
+QUICK = {"eager, float64": [5], "compiled, float32": [2, 8], "compiled, bfloat16": [1], REPLAYED: [2]}
+"""The lengths of drafts that `make test` tries where passes are slow; `make test-long` tries all, as others do."""
 PROMPTS = ["a", "helloworld", "abcabcabcabcabc", "The0quick1brown2fox"]
 SAMPLINGS = [
     Sampling(),
@@ -55,24 +59,58 @@ current = RUNTIMES["eager, float64"]
     params=[pytest.param(name, marks=pytest.mark.slow if name == REPLAYED else ()) for name in RUNTIMES], autouse=True
 )
 def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    """Runs every test of this file in each of them; those in replayed passes, which are slow, in `make test-long`."""
+    """Runs every test of this file in each of them; in replayed passes, which are slow, `make test` runs those tests
+    that ask for all of them, and `make test-long` every test."""
     monkeypatch.setattr("tests.contract.test_every_drafter.current", RUNTIMES[request.param])
     if request.param == REPLAYED:
         replay_everything(monkeypatch)
     return current
 
 
-def engine(family: Path, name: str, *, k: int = 4, tree: int | None = None, copy: int = 0) -> Engine:
-    """An engine whose models are loaded once; those of another copy are others."""
-    once = loaded(family, name, current, copy)
-    shape = None if tree is None or not branches(name) else Tree(budget=tree)
-    return Engine(once.target, once.drafter, Speculation(k=k, tree=shape, lengths="fixed"))
+def engine(family: Path, name: str, *, k: int = 4, tree: int | None = None, **changed: int) -> Engine:
+    runtime = dataclasses.replace(current, **changed)
+    draft = draft_of(family, name)
+    chains = load(str(family / "target"), drafter=name, draft=draft, k=k, runtime=runtime, lengths="fixed")
+    if tree is None or not branches(name):
+        return chains
+    return Engine(chains.target, chains.drafter, Speculation(k=k, tree=Tree(budget=tree), lengths="fixed"))
+
+
+Answers = dict[tuple[str, Sampling], list[int]]
 
 
 @functools.cache
-def loaded(family: Path, name: str, runtime: Runtime, copy: int) -> Engine:
-    draft = draft_of(family, name)
-    return load(str(family / "target"), drafter=name, draft=draft, runtime=runtime, lengths="fixed")
+def answers(family: Path, runtime: Runtime) -> Answers:
+    """What plain decoding says to each prompt with each setting."""
+    assert current == runtime
+    plain = engine(family, "none")
+    return {
+        (prompt, sampling): plain.generate(prompt, max_new_tokens=40, sampling=sampling).tokens
+        for prompt in PROMPTS
+        for sampling in SAMPLINGS
+    }
+
+
+@pytest.fixture
+def plain_answers(family: Path, runtime: Runtime) -> Answers:
+    return answers(family, runtime)
+
+
+@pytest.mark.parametrize("name", drafter_names())
+@pytest.mark.parametrize(
+    ("runtime", "k"),
+    [
+        pytest.param(runtime, k, marks=() if k in QUICK.get(runtime, LENGTHS) else pytest.mark.slow)
+        for runtime in RUNTIMES
+        for k in LENGTHS
+    ],
+    indirect=["runtime"],
+)
+def test_text_equals_plain_decoding(family: Path, plain_answers: Answers, name: str, k: int) -> None:
+    """Guards the promise of the library: a drafter changes the speed, never a token."""
+    drafted = engine(family, name, k=k)
+    for (prompt, sampling), expected in plain_answers.items():
+        assert drafted.generate(prompt, max_new_tokens=40, sampling=sampling).tokens == expected
 
 
 def test_greedy_equals_transformers(family: Path, runtime: Runtime) -> None:
@@ -94,7 +132,7 @@ def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str, va
     """Guards against a draft that depends on how the rounds before were cut, on those in which a row drafted nothing,
     or on what other rows draft: the same committed tokens, reached by rounds or given as a prompt, must lead to the
     same draft."""
-    drafted, again = engine(family, name), engine(family, name, copy=1)
+    drafted, again = engine(family, name), engine(family, name)
     texts = [drafted.target.tokenizer(prompt)["input_ids"] for prompt in ("abcabcabcabcabc", "hello", "The0quick")]
     lengths = Varying(4) if varying else Fixed(4)
     batch, generations = drafted.new_batch(lengths=lengths), list(map(Generation, requests(texts, limits=60)))
@@ -119,7 +157,7 @@ def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str, va
 def test_a_draft_after_a_draft_is_that_after_its_tokens(family: Path, name: str, runtime: Runtime) -> None:
     """Guards drafts that are made ahead (PEARL): they are those of a drafter that has read the tokens as text, with
     settings that read the text too; and drafting ahead leaves no trace, whether the draft before was right or not."""
-    ahead, later = engine(family, name), engine(family, name, copy=1)
+    ahead, later = engine(family, name), engine(family, name)
     samplings = [Sampling(), Sampling(temperature=0.8, seed=2), Sampling(temperature=0.7, repetition_penalty=1.4)]
     asked = requests([[5, 6, 7], [9] * 70, [1, 2, 1, 2]], samplings, 50)
     right = answers_of(engine(family, "none").new_batch(), asked)
@@ -209,6 +247,62 @@ def test_state_is_a_function_of_the_rounds(family: Path, name: str, varying: boo
     assert len({str(drafts[0]) for drafts in found[0][0]}) > 3, "drafts change from round to round"
 
 
+@pytest.mark.parametrize("runtime", RUNTIMES, indirect=True)
+@pytest.mark.parametrize("name", drafter_names())
+def test_rounds_without_a_draft_lose_nothing(family: Path, name: str) -> None:
+    """Guards against drafters that forget to read the tokens of rounds with K = 0."""
+
+    class Alternating(Fixed):
+        calls = 0
+
+        def next(self) -> list[int]:
+            self.calls += 1
+            return super().next() if self.calls % 9 == 0 else [0] * self._rows
+
+    plain, drafted = engine(family, "none"), engine(family, name, width=8)
+    expected = plain.generate("helloworld", max_new_tokens=60).tokens
+    tokens = drafted.target.tokenizer("helloworld")["input_ids"]
+    batch = drafted.new_batch(lengths=Alternating(5))
+    assert answers_of(batch, requests([tokens], limits=60, eos_ids=frozenset([0]))) == [expected]
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES, indirect=True)
+@pytest.mark.parametrize("name", drafter_names())
+@pytest.mark.parametrize("tree", [None, 9])
+def test_ragged_batch_equals_single_rows(family: Path, name: str, tree: int | None) -> None:
+    """Guards batches: rows with prompts, settings, seeds and limits of their own, which end at different times."""
+    plain, drafted = engine(family, "none"), engine(family, name, tree=tree)
+    limits = [30, 7, 19, 1]
+    alone = [
+        plain.generate(prompt, max_new_tokens=limit, sampling=sampling).tokens
+        for prompt, limit, sampling in zip(PROMPTS, limits, SAMPLINGS, strict=True)
+    ]
+    together = drafted.generate(PROMPTS, max_new_tokens=limits, sampling=SAMPLINGS)
+    assert [result.tokens for result in together] == alone
+
+
+@pytest.mark.parametrize("name", drafter_names())
+@pytest.mark.parametrize("tree", [None, 9])
+def test_rows_draft_as_much_as_each_is_asked_for(family: Path, name: str, tree: int | None) -> None:
+    """Guards rows that draft nothing beside others that do, in passes too narrow for all that a row has not read: every
+    text is the target's, and no row drafts more than it was asked for."""
+    plain, drafted = engine(family, "none"), engine(family, name, tree=tree, width=10)
+    expected = [plain.generate(prompt, max_new_tokens=40).tokens for prompt in PROMPTS]
+    texts = [drafted.target.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    asked: list[list[int]] = []
+
+    class Noted(Varying):
+        def next(self) -> list[int]:
+            asked.append(super().next())
+            return asked[-1]
+
+    batch = drafted.new_batch(lengths=Noted(4), keeps_finished=True)
+    steps = rounds(batch, requests(texts, limits=40, eos_ids=drafted.target.eos_ids))
+    assert [tokens for _, tokens in sorted(texts_of(steps).items())] == expected
+    for step, lengths in zip(steps, asked, strict=True):
+        assert all(drafted <= length for drafted, length in zip(step.drafted, lengths, strict=True))
+
+
 @pytest.mark.parametrize("name", drafter_names())
 @pytest.mark.parametrize("tree", [None, 9])
 def test_processors_see_texts_that_decoding_reaches(family: Path, name: str, tree: int | None) -> None:
@@ -245,11 +339,11 @@ def test_something_is_accepted(family: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", drafter_names())
-def test_settings_are_checked_before_any_work(family: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_checked_before_any_work(family: Path, name: str) -> None:
     """Guards against mistakes that are found when half of the work is done."""
     drafted = engine(family, name)
     passes = []
-    monkeypatch.setattr(drafted.target.lm, "_pass", lambda *args: passes.append(args))
+    drafted.target.lm._pass = lambda *args: passes.append(args)
     for settings, named in [
         ({"max_new_tokens": [5, 5]}, "2 values for 4 prompts"),
         ({"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
@@ -275,7 +369,7 @@ def test_settings_are_checked_before_any_work(family: Path, name: str, monkeypat
     assert not passes
 
 
-@pytest.mark.parametrize("name", ["pard", "lookahead"])
+@pytest.mark.parametrize("name", drafter_names())
 def test_streams_go_on_after_other_answers(family: Path, name: str) -> None:
     """Guards streams that are read slowly: other answers use the same caches in between, and no text may change. The
     penalty on what the answer contains shows whether the answer is still told from the prompt."""

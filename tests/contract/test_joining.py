@@ -1,8 +1,15 @@
-"""Requests that join a batch at any round, in any order, beside anything, get what they get alone."""
+"""Requests that join a batch at any round, in any order, beside anything, get what they get alone.
+
+A schedule is a number: its generator says who joins before which round, who is cancelled or taken up again, and what
+each asks for. So a failure names what to run again.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,28 +17,194 @@ import torch
 
 from paradraft.core import Request
 from paradraft.decode import prefix_cache
-from paradraft.decode.generation import Generation
-from paradraft.drafters import drafter_names
+from paradraft.decode.batch import Batch, run
+from paradraft.decode.generation import AnswerText, Generation, stop_strings
+from paradraft.decode.lengths.draft_length import POLICIES
+from paradraft.drafters import branches, drafter_class, drafter_names
+from paradraft.drafters.none import NoDrafter
 from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
 from paradraft.engine.speculation import Speculation
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sampling.sampler import Sampler
+from paradraft.sampling_params import Sampling
+from paradraft.tree import Tree
+from tests.contract.test_random_configurations import never_twice
+from tests.support.drafts import draft_of
 from tests.support.replays import replay_everything
-from tests.support.schedules import NARROW, POOL, Asked, Expected, Load, check, generation, loader, plain_answers
 
 RUNTIMES = {
-    "eager, float64": Runtime(dtype="float64", compiled=False, **NARROW),
-    "C++, float32": Runtime(dtype="float32", compiled=True, **NARROW),
-    "C++, bfloat16": Runtime(dtype="bfloat16", compiled=True, **NARROW),
+    "eager, float64": Runtime(dtype="float64", compiled=False, capacity=100, width=24),
+    "C++, float32": Runtime(dtype="float32", compiled=True, capacity=100, width=24),
+    "C++, bfloat16": Runtime(dtype="bfloat16", compiled=True, capacity=100, width=24),
 }
 """Where equality is exact."""
+SHAPES: dict[str, Tree | None] = {
+    "chain": None,
+    "grown": Tree(budget=9),
+    "fixed": Tree(paths=((0,), (1,), (0, 0), (0, 1), (0, 0, 0))),
+}
+QUICK = {"eager, float64": ["chain"], "C++, float32": ["fixed"], "C++, bfloat16": ["chain", "grown"]}
+"""What `make test` tries, of every drafter; `make test-long` tries every shape in every arithmetic."""
+CASES = [(name, shape) for name in drafter_names() for shape in SHAPES if shape == "chain" or branches(name)]
+RUNTIMES_AND_CASES = [
+    pytest.param(runtime, name, shape, marks=() if shape in QUICK[runtime] else pytest.mark.slow)
+    for runtime in RUNTIMES
+    for name, shape in CASES
+]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.8, seed=1),
+    Sampling(temperature=0.8, top_k=20, seed=2),
+    Sampling(presence_penalty=1.0),
+    Sampling(temperature=0.8, frequency_penalty=0.5, processors=[never_twice], seed=-3),
+    Sampling(processors=[never_twice]),
+]
+STOPS: list[list[str]] = [[], [], ["a", "bc"], ["Z"]]
+Load = Callable[..., Engine]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What one request asks for, and where its answer is looked up."""
+
+    prompt: tuple[int, ...]
+    sampling: int
+    seed: int
+    limit: int
+    stop: int
+
+
+def random_requests(number: int) -> list[Asked]:
+    """What is asked for; some prompts begin as others do."""
+    chooser, found = random.Random(number), list[Asked]()
+    for _ in range(number):
+        begin = chooser.choice(found).prompt if found and chooser.random() < 0.4 else ()
+        more = chooser.choice([1, 2, 5, 14, 30])
+        asked = Asked(
+            # Few tokens, so that prompt lookup finds something.
+            prompt=(begin[: chooser.randint(0, len(begin))] + tuple(chooser.choices(range(1, 6), k=more)))[:40],
+            sampling=chooser.randrange(len(SAMPLINGS)),
+            seed=chooser.randrange(-(2**63), 2**63),
+            limit=chooser.choice([1, 2, 3, 6, 12, 20]),
+            stop=chooser.randrange(len(STOPS)),
+        )
+        found.append(asked)
+    return found
+
+
+POOL = random_requests(20)
 
 
 @pytest.fixture(scope="module", params=RUNTIMES)
 def loaded(family: Path, request: pytest.FixtureRequest) -> Load:
-    return loader(family, RUNTIMES[request.param])
+    """Loads each drafter once."""
+
+    @cache
+    def engine(name: str) -> Engine:
+        draft = draft_of(family, name)
+        return load(str(family / "target"), drafter=name, draft=draft, runtime=RUNTIMES[request.param], lengths="fixed")
+
+    return engine
+
+
+def generation(engine: Engine, asked: Asked, number: int = 0) -> Generation:
+    tokens, sampling = list(asked.prompt), dataclasses.replace(SAMPLINGS[asked.sampling], seed=asked.seed)
+    text = AnswerText(engine._detokenizer.after(tokens), stop_strings(STOPS[asked.stop], {})) if asked.stop else None
+    eos_ids = frozenset([0]) if asked.sampling % 2 else engine.target.eos_ids | {7}
+    return Generation(
+        Request(id=number, tokens=tokens, sampling=sampling, max_new_tokens=asked.limit, eos_ids=eos_ids), text
+    )
+
+
+def alone(batch: Callable[[], Batch], engine: Engine, asked: Asked) -> Generation:
+    """The answer in a batch of its own."""
+    found = generation(engine, asked)
+    for _ in run(batch(), [found]):
+        pass
+    return found
+
+
+def scheduled(seed: int, engine: Engine, batch: Batch, *, pieces: bool = False) -> list[tuple[Asked, Generation]]:
+    """Runs a schedule; returns the answers to its requests, whole, or, where they were cancelled, as far as they went.
+
+    Rows join by chance before rounds, one or several; some are cancelled; some are taken out and join again later with
+    the tokens that they have; and once all are, as when another has failed. With `pieces` prompts are read in pieces
+    while there are other rows.
+    """
+    chooser = random.Random(seed)
+    found: list[tuple[Asked, Generation]] = []
+    left, paused = chooser.randint(3, 6), list[Generation]()
+    resets = chooser.randint(3, 20)
+    rounds = 0
+    while left or paused or batch.generations:
+        joining = []
+        if batch.prefill.chunked is not None:
+            batch.read(chooser.choice([1, 2, 7]))
+        while not batch.prefill.chunked and left and chooser.random() < (0.4 if batch.generations else 1.0):
+            asked = chooser.choice(POOL)
+            joining.append(generation(engine, asked, left))
+            found.append((asked, joining[-1]))
+            left -= 1
+            if chooser.random() < 0.5:
+                break
+        while not batch.prefill.chunked and paused and (chooser.random() < 0.5 or not (joining or batch.generations)):
+            joining.append(paused.pop())
+        if joining and pieces and batch.generations:
+            batch.begin(joining[0])
+            paused += joining[1:]
+        elif joining:
+            chooser.shuffle(joining)
+            batch.join(joining)
+        before = {id(one): len(one.tokens) for one in batch.generations}
+        rows = list(batch.generations)
+        batch.step()
+        assert all(one.is_finished or len(one.tokens) > before[id(one)] for one in rows), "every round gives a token"
+        rounds += 1
+        active = [one for one in batch.members if not one.is_finished]
+        leaving = [one for one in active if chooser.random() < 0.08]
+        if leaving:
+            batch.leave(leaving)
+            # Where a pass needs two rows, the last but one stays.
+            gone = [one for one in leaving if one not in batch.members]
+            paused += [one for one in gone if chooser.random() < 0.6]
+        if rounds == resets:
+            paused += [one for one in batch.members if not one.is_finished]
+            batch.clear()
+    return found
+
+
+Expected = Callable[[Asked], Generation]
+
+
+def plain_answers(engine: Engine) -> Expected:
+    """What plain decoding with an engine's target says to each request alone."""
+    plain = Engine(engine.target, NoDrafter(), Speculation(k=1))
+    return cache(lambda asked: alone(plain.new_batch, engine, asked))
+
+
+def check(seed: int, expected: Expected, drafted: Engine, *, pieces: bool = False, **settings: int) -> int:
+    """Fails unless all requests of a schedule get what plain decoding gives each alone; returns how many ended."""
+    ended = 0
+    batch = Batch(
+        drafted.target,
+        drafted.drafter,
+        lengths=drafted.lengths,
+        rule=drafted.speculation.verify,
+        tree=drafted.speculation.tree,
+        **settings,
+    )
+    for asked, answer in scheduled(seed, drafted, batch, pieces=pieces):
+        whole = expected(asked)
+        assert answer.error is None
+        assert answer.tokens == whole.tokens[: len(answer.tokens)]
+        if answer.is_finished:
+            assert (answer.tokens, answer.finish_reason) == (whole.tokens, whole.finish_reason)
+            assert "".join(answer.pieces) == "".join(whole.pieces)
+            ended += 1
+    return ended
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +213,37 @@ def expected(loaded: Load) -> Expected:
     return plain_answers(loaded("none"))
 
 
-@pytest.mark.parametrize("name", drafter_names())
-def test_requests_that_join_get_what_they_get_alone(loaded: Load, expected: Expected, name: str) -> None:
-    """Guards the promise of the library, a drafter changes the speed and never a token, and continuous batching: 24
-    schedules, of which the slow passes of the model's own code take a third."""
-    engine = loaded(name)
-    seeds = range(24 if engine.target.lm.is_native else 8)
-    ended = sum(check(seed, expected, engine, name) for seed in seeds)
-    assert ended > 2 * len(seeds)
+@pytest.mark.parametrize(("loaded", "name", "shape"), RUNTIMES_AND_CASES, indirect=["loaded"])
+def test_requests_that_join_get_what_they_get_alone(loaded: Load, expected: Expected, name: str, shape: str) -> None:
+    """Guards continuous batching, of every drafter, as chains and trees: 24 schedules, of which the slow passes of the
+    model's own code take a third, whose requests have prompts, settings, seeds, limits, stops and processors of their
+    own, and some of which are taken up again."""
+    engine, ended = loaded(name), 0
+    for seed in range(24 if engine.target.lm.is_native else 8):
+        k = 1 + seed % 5 if shape == "chain" else 3
+        lengths = list(POLICIES)[seed % len(POLICIES)]
+        drafted = Engine(engine.target, engine.drafter, Speculation(k=k, tree=SHAPES[shape], lengths=lengths))
+        ended += check(seed, expected, drafted)
+    assert ended > 2.5 * (seed + 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block", range(1, 11))
 @pytest.mark.parametrize("name", drafter_names())
-def test_more_schedules(loaded: Load, expected: Expected, name: str, block: int) -> None:
-    """Guards the same in 240 more schedules."""
-    for seed in range(block * 24, block * 24 + 24):
-        check(seed, expected, loaded(name), name)
+def test_prompts_that_are_read_in_pieces_change_no_token(loaded: Load, expected: Expected, name: str) -> None:
+    """Guards long prompts, which are read between the rounds of others: while these leave, or all end, while the cache
+    grows, with kept rows and without, and where the one who is read goes himself."""
+    drafted, ended = Engine(loaded(name).target, loaded(name).drafter, Speculation(k=4, lengths="fixed")), 0
+    for seed in range(16 if drafted.target.lm.is_native else 3):
+        ended += check(seed, expected, drafted, pieces=True, kept_rows=seed % 3)
+    assert ended > 2.5 * (seed + 1)
+
+
+@pytest.mark.parametrize("name", drafter_names())
+def test_kept_rows_change_no_token(loaded: Load, expected: Expected, name: str) -> None:
+    """Guards conversations: a prompt that begins as an earlier one, with its answer or not, is read from where they
+    part."""
+    drafted = Engine(loaded(name).target, loaded(name).drafter, Speculation(k=4, lengths="fixed"))
+    for seed in range(12 if drafted.target.lm.is_native else 4):
+        check(seed, expected, drafted, kept_rows=1 + seed % 4)
 
 
 @pytest.mark.parametrize("name", drafter_names())
@@ -80,11 +267,13 @@ def test_the_next_turn_of_a_conversation_is_read_from_its_end(loaded: Load, name
 def test_replayed_passes_follow_rows_that_come_and_go(family: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards CUDA graphs, played on a CPU: recordings of a cache that has grown since, or of rows that have moved."""
     replay_everything(monkeypatch)
-    loaded = loader(family, dataclasses.replace(RUNTIMES["eager, float64"], compiled=True))
-    expected = plain_answers(loader(family, RUNTIMES["eager, float64"])("none"))
-    assert loaded(name).target.lm.warm_up_rounds > 1
-    for seed in range(4):
-        check(seed, expected, loaded(name), name)
+    draft, target = draft_of(family, name), str(family / "target")
+    runtime = Runtime(dtype="float64", compiled=True, capacity=100, width=24)
+    engine = load(target, drafter=name, draft=draft, k=4, runtime=runtime, lengths="fixed")
+    expected = plain_answers(load(target, runtime=RUNTIMES["eager, float64"]))
+    assert engine.target.lm.warm_up_rounds > 1
+    for seed in range(3):
+        check(seed, expected, engine)
 
 
 def test_passes_that_need_two_rows_get_them(loaded: Load, expected: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +283,7 @@ def test_passes_that_need_two_rows_get_them(loaded: Load, expected: Expected, mo
     engine = loaded("pard")
     drafted = Engine(engine.target, engine.drafter, Speculation(k=3, lengths="fixed"))
     for seed in range(6):
-        check(seed, expected, engine, "pard")
+        check(seed, expected, drafted)
     passes: list[tuple[int, int]] = []
     run_pass = engine.target.lm._pass
 
@@ -112,6 +301,46 @@ def test_passes_that_need_two_rows_get_them(loaded: Load, expected: Expected, mo
     batch.leave([first])
     batch.step()
     assert [rows for rows, total in passes if total > 1] and all(rows > 1 for rows, total in passes if total > 1)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "name", "shape"),
+    [
+        case
+        for case in RUNTIMES_AND_CASES
+        if case.values[1] != "none" and not drafter_class(case.values[1]).traits.depends_on_rounds
+    ],
+    indirect=["loaded"],
+)
+def test_rows_do_not_disturb_each_other_under_the_rejection_rule(
+    loaded: Load, expected: Expected, name: str, shape: str
+) -> None:
+    """Guards the distribution: with fixed lengths a row has its own random numbers and drafts, so that whatever joins
+    or leaves beside it changes no token. Greedy rows have the tokens of plain decoding."""
+    engine = loaded(name)
+    drafted = Engine(
+        engine.target, engine.drafter, Speculation(k=3, verify="rejection", tree=SHAPES[shape], lengths="fixed")
+    )
+    own = cache(lambda asked: alone(drafted.new_batch, engine, asked))
+    for seed in range(20 if engine.target.lm.is_native else 6):
+        chooser, batch, left = random.Random(seed), drafted.new_batch(), 5
+        answers: list[tuple[Asked, Generation]] = []
+        while left or batch.generations:
+            joining = []
+            while left and chooser.random() < (0.4 if batch.generations or joining else 1.0):
+                asked = chooser.choice(POOL)
+                joining.append(generation(engine, asked, left))
+                answers.append((asked, joining[-1]))
+                left -= 1
+            if joining:
+                batch.join(joining)
+            batch.step()
+            if chooser.random() < 0.1 and batch.generations:
+                batch.leave([chooser.choice(batch.generations)])
+        for asked, answer in answers:
+            assert answer.tokens == own(asked).tokens[: len(answer.tokens)]
+            if SAMPLINGS[asked.sampling].is_greedy:
+                assert answer.tokens == expected(asked).tokens[: len(answer.tokens)]
 
 
 class Unordered(Sampler):
@@ -140,6 +369,34 @@ def lost_cache(lm: CausalLM, rows: int, slots: int) -> None:
     lm._largest, lm._slots = lm._allocate(rows, slots), slots
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "wrong"),
+    [
+        ("paradraft.decode.batch", "Sampler", Unordered),
+        ("tests.contract.test_joining", "Generation", ForgottenAnswer),
+        ("paradraft.models.causal_lm.CausalLM", "keep", lost_rows),
+        ("paradraft.models.causal_lm.CausalLM", "_grow", lost_cache),
+    ],
+    ids=["order of settings", "answer so far", "keys that stay behind", "a cache that grows empty"],
+)
+def test_wrong_joining_is_caught(
+    family: Path, module: str, name: str, wrong: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: schedules in which these mistakes are not seen would not guard joining."""
+    engine = load(str(family / "target"), drafter="ngram", runtime=RUNTIMES["eager, float64"], lengths="fixed")
+    expected = plain_answers(load(str(family / "target"), runtime=RUNTIMES["eager, float64"]))
+    for asked in POOL:
+        expected(asked)
+    monkeypatch.setattr(f"{module}.{name}", wrong)
+
+    def check_all() -> None:
+        for seed in range(24):
+            check(seed, expected, Engine(engine.target, engine.drafter, Speculation(k=3, lengths="fixed")))
+
+    with pytest.raises(AssertionError):
+        check_all()
+
+
 def forgotten_piece(target: Target, rows: torch.Tensor) -> None:
     """Moves the rows that decode, but not the one that is read."""
     target.lm.keep(torch.cat([rows, torch.arange(len(rows), 1 + len(rows))[: len(target.lm.lengths) > len(rows)]]))
@@ -157,46 +414,33 @@ def skipped_token(target: Target, most: int) -> object:
 read = Target.read
 
 
-def shared_too_long(first: list[int], second: list[int]) -> int:
-    """Takes a prompt to share one token too many with a kept row."""
-    return shared_length(first, second) + 1
-
-
-shared_length = prefix_cache.shared_length
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "wrong"),
-    [
-        ("paradraft.decode.batch", "Sampler", Unordered),
-        ("tests.support.schedules", "Generation", ForgottenAnswer),
-        ("paradraft.models.causal_lm.CausalLM", "keep", lost_rows),
-        ("paradraft.models.causal_lm.CausalLM", "_grow", lost_cache),
-        ("paradraft.decode.batch", "shared_length", shared_too_long),
-    ],
-    ids=["order of settings", "answer so far", "keys that stay behind", "a cache that grows empty", "a prefix"],
-)
-def test_wrong_joining_is_caught(
-    family: Path, module: str, name: str, wrong: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Control: schedules in which these mistakes are not seen would not guard joining."""
-    with pytest.raises(AssertionError):
-        _check_all(family, monkeypatch, f"{module}.{name}", wrong)
-
-
 @pytest.mark.parametrize(("name", "wrong"), [("keep", forgotten_piece), ("read", skipped_token)])
 def test_wrong_pieces_are_caught(family: Path, name: str, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: schedules in which these mistakes are not seen would not guard prompts that are read in pieces."""
-    with pytest.raises((AssertionError, ValueError, RuntimeError, IndexError)):
-        _check_all(family, monkeypatch, f"paradraft.models.target.Target.{name}", wrong)
-
-
-def _check_all(family: Path, monkeypatch: pytest.MonkeyPatch, name: str, wrong: object) -> None:
-    """Runs the schedules of prompt lookup with a mistake."""
-    engine = loader(family, RUNTIMES["eager, float64"])("ngram")
+    engine = load(str(family / "target"), drafter="ngram", runtime=RUNTIMES["eager, float64"], lengths="fixed")
     expected = plain_answers(engine)
     for asked in POOL:
         expected(asked)
-    monkeypatch.setattr(name, wrong)
-    for seed in range(24):
-        check(seed, expected, engine, "ngram")
+    monkeypatch.setattr(Target, name, wrong)
+
+    def check_all() -> None:
+        for seed in range(12):
+            check(seed, expected, Engine(engine.target, engine.drafter, Speculation(k=3, lengths="fixed")), pieces=True)
+
+    with pytest.raises((AssertionError, ValueError, RuntimeError, IndexError)):
+        check_all()
+
+
+def test_wrong_kept_rows_are_caught(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a prompt that is taken to share one token too many with a kept row."""
+    engine = load(str(family / "target"), drafter="ngram", runtime=RUNTIMES["eager, float64"], lengths="fixed")
+    expected = plain_answers(engine)
+    shared_length = prefix_cache.shared_length
+    monkeypatch.setattr(prefix_cache, "shared_length", lambda *texts: shared_length(*texts) + 1)
+
+    def check_all() -> None:
+        for seed in range(12):
+            check(seed, expected, Engine(engine.target, engine.drafter, Speculation(k=3, lengths="fixed")), kept_rows=3)
+
+    with pytest.raises(AssertionError):
+        check_all()

@@ -26,9 +26,9 @@ from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
 from paradraft.verify import rule_names
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
+from tests.contract.test_random_configurations import never_twice
 from tests.support.decoding import Varying, requests, stepped, texts
 from tests.support.random_models import random_model
-from tests.support.schedules import never_twice
 
 OPENINGS = [1, 2, 3, 4]
 """Tokens that only prompts contain; what follows is a function of them and of the position."""

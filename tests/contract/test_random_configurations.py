@@ -1,6 +1,6 @@
 """Everything together: random drafters, trees, lengths, batches, settings and stops against plain decoding, row by row.
 
-Each number is one configuration and its own random seed, so a failure names what to run again. 75 run in C++ in
+Each number is one configuration and its own random seed, so a failure names what to run again. 125 run in C++ in
 `make test`, and 50 of them by torch, which is slower; 10,000 more of both in `make test-long`.
 """
 
@@ -27,7 +27,6 @@ from paradraft.tree import Tree
 from paradraft.verify import match
 from tests.support.drafts import draft_of
 from tests.support.rules import replace_rule
-from tests.support.schedules import never_twice
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 RUNTIMES = {
@@ -38,7 +37,7 @@ RUNTIMES = {
 
 
 BLOCKS = range(8)
-QUICK = {"eager": BLOCKS[:2], "compiled": BLOCKS[:3]}
+QUICK = {"eager": BLOCKS[:2], "compiled": BLOCKS[:5]}
 """Blocks of 25 that `make test` tries; more than the first 40 configurations, which the control catches faults in."""
 
 
@@ -54,6 +53,11 @@ def engines(family: Path, request: pytest.FixtureRequest) -> dict[str, Engine]:
         )
         for name in drafter_names()
     }
+
+
+def never_twice(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A processor that reads the text: the last token may not be said again."""
+    return scores.scatter(1, ids[:, -1:], -torch.inf)
 
 
 def random_sampling(chooser: random.Random) -> Sampling:

@@ -32,8 +32,6 @@ from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.train.drafters.pard import PardRecipe
 from tests.contract import test_every_drafter as contract
-from tests.contract import test_joining as joining
-from tests.support.schedules import loader, plain_answers
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -188,10 +186,11 @@ def test_new_drafter_drops_into_the_package(family: Path, tmp_path: Path, monkey
     shutil.copy(ROOT / "examples" / "new_drafter.py", tmp_path / "bigram.py")
     monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
     assert "bigram" in drafter_names()
-    loaded = loader(family, joining.RUNTIMES["C++, float32"])
-    joining.test_requests_that_join_get_what_they_get_alone(loaded, plain_answers(loaded("none")), "bigram")
+    contract.test_text_equals_plain_decoding(family, contract.answers(family, contract.current), "bigram", 5)
     for varying in (False, True):
         contract.test_state_is_a_function_of_the_committed_tokens(family, "bigram", varying)
+    contract.test_rounds_without_a_draft_lose_nothing(family, "bigram")
+    contract.test_ragged_batch_equals_single_rows(family, "bigram", None)
 
 
 def test_recipes_in_documents_are_recipes() -> None:

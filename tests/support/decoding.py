@@ -95,18 +95,6 @@ class Varying(Fixed):
         return [self._chooser.choice([0, 0, self.k, self._chooser.randint(1, self.k)]) for _ in range(self._rows)]
 
 
-class Rare(Fixed):
-    """No draft in eight rounds of nine, so that much has not been read when there is one."""
-
-    def __init__(self, k: int) -> None:
-        super().__init__(k)
-        self._calls = 0
-
-    def next(self) -> list[int]:
-        self._calls += 1
-        return super().next() if self._calls % 9 == 0 else [0] * self._rows
-
-
 def empty_rows(lm: CausalLM, number: int) -> None:
     """Begins with rows that hold nothing."""
     lm.start()
