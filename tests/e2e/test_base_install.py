@@ -81,7 +81,7 @@ def test_what_is_missing_is_named_with_its_extra(env: dict[str, str], tmp_path: 
     """Guards against work that ends in a traceback, or is found to lack a library only when all is done."""
     for arguments, said in [
         (("train", "pard", "recipe.yaml"), "peft is not installed: pip install 'paradraft[train]'"),
-        (("serve", "--target", "pocket"), "fastapi is not installed: pip install 'paradraft[serve]'"),
+        (("serve", "--target", "pocket"), "uvicorn is not installed: pip install 'paradraft[serve]'"),
         (
             ("bench", "--methods", "ar", "--plot", tmp_path / "a.png", *MEASURED),
             "matplotlib draws it, pip install 'paradraft[bench]'",

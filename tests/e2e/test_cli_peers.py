@@ -151,7 +151,8 @@ def test_what_llama_cpp_cannot_be_asked(asked: list[object], paradraft: Paradraf
     own = ["--llama-cpp-python", python]
     assert_mistake(paradraft(*asked, "--methods", "llama-cpp-draft", *own, "--temperature", 0.5), "greedily only")
     assert_mistake(
-        paradraft(*asked, "--methods", "llama-cpp-draft", *own), "no weights in 'float64': use one of float32"
+        paradraft(*asked, "--methods", "llama-cpp-draft", *own),
+        "no weights in 'float64': use one of bfloat16, float16, float32",
     )
     shapes = ["bench", "--target", "shape:tiny-target", "--draft", "shape:tiny-draft", "--dtype", "float32"]
     few = ["--num-prompts", 2, "--prompt-tokens", 5, "--max-new-tokens", 8, "--runs", 1]

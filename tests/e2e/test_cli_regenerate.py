@@ -14,7 +14,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from paradraft.data import endpoint, records
+from paradraft.client import openai_client
+from paradraft.data import records
 from paradraft.data.dataset import load_samples
 from paradraft.data.questions import ID
 from tests.conftest import tiny_tokenizer
@@ -126,7 +127,7 @@ def test_a_prompt_without_an_answer_is_reported_and_asked_again(
     paradraft: Paradraft, prompts: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards scripts that trust the exit code, and users who must know which prompt it was."""
-    monkeypatch.setattr(endpoint, "BACKOFF_S", 0.001)
+    monkeypatch.setattr(openai_client, "BACKOFF_S", 0.001)
     with Server(lambda asked, _: Reply(status=500, body={"message": "oh"}) if asked == "abcabc" else None) as server:
         outcome = paradraft(*there(server, prompts, out), "--retries", 2)
         assert outcome.code == 1
