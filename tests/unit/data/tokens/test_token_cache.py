@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import psutil
 import pyarrow
 import pytest
 import torch
@@ -222,8 +223,8 @@ def test_damaged_tokens_are_noticed_and_made_anew(tmp_path: Path, cache: TokenCa
 def test_what_a_killed_process_left_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: TokenCache, processes: int
 ) -> None:
-    """Guards against half of the data after kill -9, and against a lock that the killed process's own processes hold
-    for ever: a start after it waited for them."""
+    """Guards against half of the data after kill -9, and against processes of the killed one that stay, and hold its
+    lock: a start after it waited for them."""
     file = tmp_path / "data.jsonl"
     write_lines(file, RECORDS)
     cache = replace(cache, processes=processes)
@@ -241,8 +242,11 @@ def test_what_a_killed_process_left_is_not_taken(
         os._exit(0)
     while not (tmp_path / "reached").exists():
         time.sleep(0.01)
+    workers = psutil.Process(child).children(recursive=True)
+    assert bool(workers) == (processes > 1)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    assert not psutil.wait_procs(workers, timeout=20)[1], "they end with their parent"
     (left,) = entries(cache)
     assert left.suffix == ".new" and any(left.iterdir())
     start_s = time.monotonic()
