@@ -109,13 +109,12 @@ def choices_of(
 def mistake(error: ValueError, request: ApiRequest) -> ApiError:
     """Converts an error of the engine; the prompt is to blame if the message begins with no parameter."""
     message = " ".join(str(error).split())
-    if re.match(r"k=", message):
+    if message.startswith("k="):
         message = "speculation: " + message
     if "stop string" in message:
         return ApiError(400, message, param="stop")
-    first = re.match(r"\w+", message)
-    is_named = first is not None and first[0] in type(request).model_fields
-    return ApiError(400, message, param=first[0] if first is not None and is_named else request.prompts_name)
+    name, *_ = re.split(r"\W", message, maxsplit=1)
+    return ApiError(400, message, param=name if name in type(request).model_fields else request.prompts_name)
 
 
 def _sampling(request: ApiRequest, index: int, grammar: Grammar | None) -> Sampling:

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from functools import cache
 from typing import Any
 
 from llguidance import LLMatcher
@@ -97,6 +98,7 @@ class Completion(Response):
             return None
         decode = self._service.engine.target.tokenizer.decode
 
+        @cache
         def shown(token: int) -> tuple[str, str]:
             # Different tokens may have the same text, so that a request may ask for ids.
             text = str(decode([token]))
