@@ -1,4 +1,4 @@
-"""What a drafter's class says of it before it is built: how it drafts, and how serving engines use its checkpoints."""
+"""Facts of a drafter's class, known before it is built: how it drafts, and how serving engines use its checkpoints."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class AuditArgs:
     seeds: Annotated[
         int,
         option(
-            "Answers per prompt, each with a seed of its own; of a server beside a greedy one.",
+            "Answers per prompt, each with another seed; from a server, besides the greedy answer.",
             "--samples", "--seeds", least=0,
         ),
     ] = 4  # fmt: skip

@@ -202,7 +202,7 @@ def _draft_model(args: AuditArgs, draft: str, vocabulary: Vocabulary, is_k_given
     tokenizer = vocabulary.tokenizer
     folder = locate(draft, "pard")
     if is_head(folder):
-        raise ValueError(f"{draft!r} reads its target's states, and what it drafts is not compared: leave it out")
+        raise ValueError(f"{draft!r} reads its target's states, and drafts of heads are not compared: leave it out")
     config = load_config(folder)
     if hasattr(config, RANK):
         raise ValueError(

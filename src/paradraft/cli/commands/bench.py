@@ -82,7 +82,7 @@ class BenchArgs:
         bool,
         option("Ask prompts as in a chat, through the model's chat template. By default they are continued.", "--chat"),
     ] = False
-    system: Annotated[str | None, option("With --chat or --task: what the model reads first.")] = None
+    system: Annotated[str | None, option("With --chat or --task: the system prompt.")] = None
     chat_template_kwargs: options.TemplateVariables = None
     speculation: Annotated[Speculation, replace(options.FIXED, without=("drafter", "tree_paths", "gamma"))]
     sampling: Annotated[Sampling, Offer(without=("logit_bias",))]
@@ -120,7 +120,7 @@ class BenchArgs:
         if sizes == [1]:
             return specs
         if any(":batch=" in spec for spec in specs):
-            raise ValueError(f"--batch-size {self.batch_sizes}: a method has a batch of its own; give one or the other")
+            raise ValueError(f"--batch-size {self.batch_sizes}: a method sets batch= itself; give one or the other")
         return [f"{spec}:batch={size}" for size in sizes for spec in specs]
 
 
@@ -203,7 +203,7 @@ def _questions(args: BenchArgs, names: str, runtime: Runtime) -> list[Questions]
     from paradraft.sources.loading import load_config, locate, room, tokenizer_for
 
     if args.prompts is not None:
-        raise ValueError(f"--prompts {args.prompts}: --task {names} has prompts of its own; give one or the other")
+        raise ValueError(f"--prompts {args.prompts}: --task {names} brings its prompts; give one or the other")
     if is_shape(args.target):
         raise ValueError(
             f"--task {names}: {args.target!r} reads no texts, its prompts are random: give --prompt-tokens"

@@ -56,7 +56,7 @@ SETTINGS = (
 class ChatArgs(EngineArgs):
     """Options of `paradraft chat`."""
 
-    system: Annotated[str | None, option("What the model is told first.")] = None
+    system: Annotated[str | None, option("System prompt.")] = None
     chat_template_kwargs: options.TemplateVariables = None
     max_new_tokens: options.NewTokens = 1024
     sampling: Annotated[Sampling, UNSAID]

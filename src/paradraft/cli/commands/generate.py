@@ -49,7 +49,7 @@ class GenerateArgs(EngineArgs):
             "--chat/--no-chat",
         ),
     ] = None
-    system: Annotated[str | None, option("In a chat: what the model reads first.")] = None
+    system: Annotated[str | None, option("In a chat: the system prompt.")] = None
     chat_template_kwargs: options.TemplateVariables = None
     max_new_tokens: options.NewTokens = 128
     sampling: Sampling

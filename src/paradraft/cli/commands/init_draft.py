@@ -23,7 +23,7 @@ def init_draft(
     layers: Annotated[
         int | None,
         option(
-            "Keep so many of the target's layers, evenly spaced, first and last included; by default a quarter. "
+            "Number of the target's layers to keep, evenly spaced, first and last included; by default a quarter. "
             "With --fresh: its layers, by default 6.",
         ),
     ] = None,

@@ -102,7 +102,7 @@ class RegenerateArgs:
     chat_template_kwargs: options.TemplateVariables = None
     max_new_tokens: options.NewTokens = 256
     sampling: Annotated[Sampling, Offer(without=options.PENALTIES)]
-    samples: Annotated[int, option("Answers per prompt, each with a seed of its own.")] = 1
+    samples: Annotated[int, option("Answers per prompt, each with another seed.")] = 1
     speculation: Annotated[
         Speculation,
         Offer(without=("verify", "tree_paths"), helps={"drafter": f"With --target: {options.DRAFTERS}"}),
