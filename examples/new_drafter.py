@@ -96,7 +96,7 @@ class BigramDrafter(Drafter):
 
     def commit(self, new: Committed) -> None:
         """Counts the pairs of the committed tokens."""
-        for row, tokens in zip(self._rows, ragged.to_lists(new.tokens), strict=True):
+        for row, tokens in zip(self._rows, new.tokens, strict=True):
             row.read(tokens)
 
     def keep(self, rows: torch.Tensor) -> None:

@@ -57,7 +57,7 @@ class TableDrafter(Drafter):
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """Remembers the last token of each prompt."""
-        self._last_B = torch.cat([self._last_B, _last(prompt.tokens)])
+        self._last_B = torch.cat([self._last_B, self._last(prompt)])
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """The same number of tokens in all rows; what a row did not ask for is cut off."""
@@ -68,16 +68,14 @@ class TableDrafter(Drafter):
 
     def commit(self, new: Committed) -> None:
         """Remembers the last committed token of each row."""
-        self._last_B = _last(new.tokens)
+        self._last_B = self._last(new)
 
     def keep(self, rows: Tensor) -> None:
         """Forgets the rows that have left."""
         self._last_B = self._last_B[rows]
 
-
-def _last(tokens_BM: Tensor) -> Tensor:
-    """`[B]` the last token of each row; rows are filled with `ABSENT`, which is negative, on the right."""
-    return tokens_BM.gather(1, (tokens_BM >= 0).sum(1, keepdim=True) - 1)[:, 0]
+    def _last(self, new: Committed) -> Tensor:
+        return torch.tensor([tokens[-1] for tokens in new.tokens], device=self._last_B.device)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> TableDrafter:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from paradraft import ragged
 from paradraft.parents import parents_of_chains
+from paradraft.ragged import upload
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.traits import Serving, Traits
 from paradraft.tree import ABSENT, Tree
@@ -172,6 +173,12 @@ class Draft:
         parents = parents_of_chains(*tokens.shape, tokens.device)
         return cls(tokens=tokens, parents=parents, probs=probs, confidence=confidence)
 
+    @cached_property
+    def lists(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Tokens and parents of each row, from one transfer."""
+        tokens, parents = torch.stack([self.tokens, self.parents]).tolist()
+        return tokens, parents
+
     def where(self, is_kept_BN: Tensor) -> Draft:
         """Keeps only some nodes `[B, N]`, and the probes after them; children of a removed node must be removed too."""
         tokens = self.tokens.masked_fill(~is_kept_BN, ABSENT)
@@ -214,28 +221,27 @@ class TargetOut:
 class Verdict:
     """The accepted tokens of a draft, and the token that the target adds after them.
 
+    Every list has an entry per row. A few ids are handled as lists: one operation on such a small tensor takes longer.
+
     Args:
-        path: `[B, N]` indices of the accepted nodes from the root down, then `ABSENT`.
-        accepted: `[B]` number of accepted nodes.
-        tokens: `[B, N + 1]` the committed tokens: the accepted ones, the recovered or bonus token, then `ABSENT`.
+        paths: the accepted nodes, from the root down.
+        tokens: the committed tokens: the accepted ones, then the recovered or bonus token.
+        drawn: the tokens that the target chose after the last committed token and after each node of the draft,
+            `ABSENT` after an absent node; None if the rule does not draw them all.
     """
 
-    path: Tensor
-    accepted: Tensor
-    tokens: Tensor
-    drawn: Tensor | None = None
+    paths: list[list[int]]
+    tokens: list[list[int]]
+    drawn: list[list[int]] | None = None
 
     @classmethod
-    def of(cls, draft: Draft, path: Tensor, next_token: Tensor) -> Verdict:
-        """The verdict that accepts a path `[B, N]` and adds the recovered or bonus tokens `[B]`."""
-        accepted = (path != ABSENT).sum(1)
-        taken = torch.where(path == ABSENT, ABSENT, draft.tokens.gather(1, path.clamp(min=0)))
-        tokens = torch.nn.functional.pad(taken, (0, 1), value=ABSENT).scatter(1, accepted[:, None], next_token[:, None])
-        return cls(path=path, accepted=accepted, tokens=tokens)
+    def of(cls, draft: Draft, paths: list[list[int]], next_tokens: Sequence[int]) -> Verdict:
+        """The verdict that accepts a path of each row and adds its recovered or bonus token."""
+        rows = zip(draft.lists[0], paths, next_tokens, strict=True)
+        return cls(paths=paths, tokens=[[*(guesses[node] for node in path), last] for guesses, path, last in rows])
 
     def __post_init__(self) -> None:
-        assert self.path.ndim == 2 and self.accepted.shape == self.path.shape[:1]
-        assert self.tokens.shape == (self.path.shape[0], self.path.shape[1] + 1)
+        assert all(len(path) < len(tokens) for path, tokens in zip(self.paths, self.tokens, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,31 +249,27 @@ class Committed:
     """Newly committed tokens of a prompt or a round.
 
     Args:
-        tokens: `[B, M]` in order, `ABSENT` on the right.
+        tokens: of each row, in order; M is the length of the longest.
         hidden: `[B, M, D]` by layer: the target's state from which each token was predicted, that of the token before
             it. Zeros for the first token of a prompt.
-        drawn: `[B, N + 1]` the token that the target chose after the last committed token and after each node of the
-            verified draft, `ABSENT` after an absent node; None for prompts and under the rejection rule.
+        drawn: see `Verdict`; None for prompts too.
         probes: `Probes.after` the last accepted node: they predict the tokens after `tokens`; None for prompts and for
             drafts without probes.
     """
 
-    tokens: Tensor
+    tokens: list[list[int]]
     hidden: dict[int, Tensor] = field(default_factory=dict)
-    drawn: Tensor | None = None
+    drawn: list[list[int]] | None = None
     probes: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        assert self.tokens.ndim == 2 and all(state.shape[:2] == self.tokens.shape for state in self.hidden.values())
-
-    def last_tokens(self) -> Tensor:
-        """`[B]` the last token of each row."""
-        return self.tokens.gather(1, (self.tokens != ABSENT).sum(1, keepdim=True) - 1)[:, 0]
+        shape = (len(self.tokens), max(map(len, self.tokens), default=0))
+        assert all(state.shape[:2] == shape for state in self.hidden.values())
 
     def last_hidden(self, layer: int) -> Tensor:
         """`[B, D]` the state from which the last token of each row was predicted."""
         states_BMD = self.hidden[layer]
-        last_B = (self.tokens != ABSENT).sum(1) - 1
+        last_B = upload([len(tokens) - 1 for tokens in self.tokens], states_BMD.device)
         return states_BMD[torch.arange(len(last_B), device=last_B.device), last_B]
 
 
@@ -346,26 +348,3 @@ class Drafter:
 
     def close(self) -> None:
         """Releases resources outside of this process; the drafter cannot be used afterwards."""
-
-
-class TextDrafter(Drafter):
-    """A drafter that needs only the committed tokens."""
-
-    def start(self, drafting: Drafting, device: torch.device) -> None:
-        """See `Drafter`."""
-        self.device = device
-        self.texts: list[list[int]] = []
-        """The committed tokens of each row."""
-
-    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """Stores the prompts."""
-        self.texts += [list(request.tokens) for request in requests]
-
-    def commit(self, new: Committed) -> None:
-        """Appends committed tokens."""
-        for text, tokens in zip(self.texts, ragged.to_lists(new.tokens), strict=True):
-            text += tokens
-
-    def keep(self, rows: Tensor) -> None:
-        """Drops the other rows."""
-        self.texts = [self.texts[row] for row in rows.tolist()]

@@ -105,19 +105,6 @@ def with_root(parents_BN: Tensor) -> Tensor:
     return torch.nn.functional.pad(parents_BN + 1, (1, 0), value=ABSENT)
 
 
-def row_after(path_BN: Tensor) -> Tensor:
-    """`[B, 1]` index of the row of logits after each path: row 0 follows the root, row n + 1 follows node n.
-
-    Args:
-        path_BN: `[B, N]` nodes from the root down, then `ABSENT`.
-
-    >>> row_after(torch.tensor([[0, 2, -1], [-1, -1, -1]])).tolist()
-    [[3], [0]]
-    """
-    rows = torch.nn.functional.pad(path_BN + 1, (1, 0))
-    return rows.gather(1, (path_BN != ABSENT).sum(1, keepdim=True))
-
-
 def texts_before(tokens_BN: Tensor, parents_BN: Tensor) -> Tensor:
     """The drafted tokens on the path from the root to each node, inclusive.
 

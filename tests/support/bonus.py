@@ -7,8 +7,8 @@ from paradraft.core import TargetOut, Verdict
 
 def with_bonus(verdict: Verdict, out: TargetOut) -> Verdict:
     """After the recovered token one more, from the logits after the rejected node."""
-    tokens = verdict.tokens.clone()
-    for row, accepted in enumerate(verdict.accepted.tolist()):
-        if accepted < verdict.path.shape[1]:
-            tokens[row, accepted + 1] = out.logits[row, accepted + 1].argmax()
-    return Verdict(path=verdict.path, accepted=verdict.accepted, tokens=tokens)
+    tokens = [list(row) for row in verdict.tokens]
+    for logits_MV, path, row in zip(out.logits, verdict.paths, tokens, strict=True):
+        if len(path) + 1 < len(logits_MV):
+            row.append(int(logits_MV[len(path) + 1].argmax()))
+    return Verdict(paths=verdict.paths, tokens=tokens)

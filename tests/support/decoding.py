@@ -15,7 +15,6 @@ from paradraft.decode.generation import Generation
 from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
-from paradraft.ragged import from_lists
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.verify import rule_class
@@ -56,7 +55,7 @@ def sampler(
 
 def committed(*rows: list[int]) -> Committed:
     """The tokens that a round added to each row."""
-    return Committed(tokens=from_lists(list(rows)))
+    return Committed(tokens=list(rows))
 
 
 def started(

@@ -9,6 +9,7 @@ import torch
 
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.parents import texts_before
+from paradraft.ragged import to_lists
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
 
@@ -44,4 +45,4 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
         path[rows, accepted_B] = torch.where(is_kept, node, path[rows, accepted_B])
         here_B = torch.where(is_kept, node, here_B)
         accepted_B = accepted_B + is_kept
-    return Verdict.of(draft, path, sampler.draw_next(left_BV))
+    return Verdict.of(draft, to_lists(path), sampler.draw_next(left_BV).tolist())

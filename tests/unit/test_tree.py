@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.parents import ancestors, depths, is_chain, row_after, texts_before, with_root
+from paradraft.parents import ancestors, depths, is_chain, texts_before, with_root
 from paradraft.tree import ABSENT, Tree
 from tests.support.trees import parents_from, path_to
 
@@ -115,16 +115,6 @@ def test_every_node_knows_the_text_before_it(choices: list[int]) -> None:
     for node in range(-1, N):
         text = [token for token in texts[0, node + 1].tolist() if token != ABSENT]
         assert text == [10 + step for step in path_to(parents, node)]
-
-
-@given(CHOICES)
-@settings(deadline=None)
-def test_the_row_behind_a_path_is_that_of_its_last_node(choices: list[int]) -> None:
-    """Guards the token after an accepted path: it comes from the logits of the path's last node, or of the root."""
-    parents, N = parents_from(choices), len(choices)
-    paths = [path_to(parents, node) for node in range(-1, N)]
-    filled = torch.tensor([path + [ABSENT] * (N - len(path)) for path in paths]).view(N + 1, N).long()
-    assert row_after(filled).tolist() == [[node + 1] for node in range(-1, N)]
 
 
 def test_answers_are_kept_for_a_tensor_not_for_its_address() -> None:

@@ -28,7 +28,7 @@ from paradraft.decode.stats import Stats, added
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine.engine import Engine
 from paradraft.engine.request import requests_of
-from paradraft.parents import row_after
+from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
@@ -76,17 +76,20 @@ def findings(report: Report, tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 def accept_all(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     """Accepts the first path of every draft, without a look at the target: a wrong rule, as a control."""
-    B, N = draft.tokens.shape
-    path = torch.full((B, N), ABSENT, device=draft.tokens.device)
-    for row, (tokens, parents) in enumerate(zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True)):
-        last, depth = -1, 0
-        for node in range(N):
-            if parents[node] == last and tokens[node] != ABSENT:
-                path[row, depth] = last = node
-                depth += 1
-    last_BN1 = row_after(path)[:, :, None].expand(-1, -1, out.logits.shape[2])
-    probs = sampler.probabilities(out.logits.gather(1, last_BN1))
-    return Verdict.of(draft, path, sampler.draw_next(probs[:, 0]))
+    paths = [first_path(*row) for row in zip(*draft.lists, strict=True)]
+    last_B = upload([path[-1] + 1 if path else 0 for path in paths], out.logits.device)
+    last_BV = out.logits[torch.arange(len(last_B), device=last_B.device), last_B]
+    probs_BV = sampler.probabilities(last_BV[:, None])[:, 0]
+    return Verdict.of(draft, paths, sampler.draw_next(probs_BV).tolist())
+
+
+def first_path(tokens: list[int], parents: list[int]) -> list[int]:
+    """The path from the root on which each node is the first child."""
+    path: list[int] = []
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if token != ABSENT and parent == (path[-1] if path else -1):
+            path.append(node)
+    return path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,6 @@ from paradraft.decode.generation import Generation
 from paradraft.models.causal_lm import SavedRow
 from paradraft.models.forward import NotFiniteError
 from paradraft.models.target import Target
-from paradraft.ragged import to_lists
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
 
@@ -93,7 +92,7 @@ class RecordingTarget(Target):
     def commit(self, verdict: Verdict, out: TargetOut) -> Committed:
         """See `Target`."""
         wrong = []
-        for row, path in enumerate(to_lists(verdict.path)):
+        for row, path in enumerate(verdict.paths):
             prompt = self._prompt_of_row[row]
             new = out.logits[row, [0, *(node + 1 for node in path)]].clone()
             wrong += [

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paradraft.bench.hardware.roofline import models_of, passes_of
 from paradraft.bench.hardware.sides import Sides, forwards
@@ -112,14 +113,12 @@ class SyntheticAcceptance:
 
         def drawn(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
             verdict = verify(draft, out, sampler)
-            B, N = draft.tokens.shape
+            N = draft.tokens.shape[1]
             assert N <= len(self.rates)
             chance_B1 = sampler.acceptance_numbers(1)
             rates_N = torch.tensor(self.rates[:N], dtype=chance_B1.dtype, device=chance_B1.device)
             is_kept_BN = ((chance_B1 < rates_N) & (draft.tokens != ABSENT)).long().cumprod(1) == 1
-            nodes_BN = torch.arange(N, device=draft.tokens.device).expand(B, N)
-            next_B = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
-            return Verdict.of(draft, torch.where(is_kept_BN, nodes_BN, ABSENT), next_B)
+            return accepting(draft, is_kept_BN, verdict)
 
         return drawn
 
@@ -158,6 +157,12 @@ class SyntheticAcceptance:
         return answer
 
 
+def accepting(draft: Draft, is_kept_BN: Tensor, verdict: Verdict) -> Verdict:
+    """Accepts the first tokens `[B, N]` of chains; the tokens after them are another verdict's."""
+    paths = [list(range(kept)) for kept in is_kept_BN.sum(1).tolist()]
+    return Verdict.of(draft, paths, [tokens[-1] for tokens in verdict.tokens])
+
+
 def chances_of(rates: Sequence[float]) -> list[float]:
     """For each position the chance of its token once all before it are accepted, from shares of all drafts.
 
@@ -186,13 +191,12 @@ class DrawnAheadBatch(AheadBatch):
 
     def _drawn(self, draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
         verdict = self._rule(draft, out, sampler)
-        B, N = draft.tokens.shape
+        N = draft.tokens.shape[1]
         self._uniforms_BN = sampler.acceptance_numbers(N + 1)
         positions_BN = torch.tensor(self.first_depths)[:, None] - 1 + torch.arange(N)
         chances_BN = self._chances[positions_BN.clamp(max=len(self._chances) - 1)]
         is_kept_BN = ((self._uniforms_BN[:, 1:] < chances_BN) & (draft.tokens != ABSENT)).long().cumprod(1) == 1
-        next_B = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
-        return Verdict.of(draft, torch.where(is_kept_BN, torch.arange(N).expand(B, N), ABSENT), next_B)
+        return accepting(draft, is_kept_BN, verdict)
 
     def settle(self, verdict: Verdict, window: Draft) -> Verdict:
         """Draws whether the target's own token is the first of the window, by the chance of a first token."""
@@ -200,8 +204,9 @@ class DrawnAheadBatch(AheadBatch):
             return verdict
         first_B = window.tokens[:, 0]
         is_first_B = (self._uniforms_BN[:, 0] < self._chances[0]) & (first_B != ABSENT)
-        own_B1 = torch.where(is_first_B, first_B, (first_B.clamp(min=0) + 1) % self.target.vocab_size)[:, None]
-        return replace(verdict, tokens=verdict.tokens.scatter(1, verdict.accepted[:, None], own_B1))
+        own_B = torch.where(is_first_B, first_B, (first_B.clamp(min=0) + 1) % self.target.vocab_size)
+        pairs = zip(verdict.tokens, own_B.tolist(), strict=True)
+        return replace(verdict, tokens=[[*tokens[:-1], own] for tokens, own in pairs])
 
 
 def _seed(prompt: str, seed: int) -> int:

@@ -32,7 +32,7 @@ from paradraft.models.target import Target
 from paradraft.parents import depths
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
-from paradraft.tree import ABSENT, Tree
+from paradraft.tree import Tree
 from paradraft.verify import Verify, load_rule, rule_class, rule_name
 
 
@@ -247,9 +247,8 @@ class Batch:
         for row, generation in enumerate(self.generations):
             if (most := generation.request.logprobs) is None or generation.is_finished:
                 continue
-            accepted = int(verdict.accepted[row])
-            tokens = [token for token in verdict.tokens[row, : accepted + 1].tolist() if token >= 0]
-            logit_rows = [0, *(node + 1 for node in verdict.path[row, :accepted].tolist())][: len(tokens)]
+            tokens = [token for token in verdict.tokens[row] if token >= 0]
+            logit_rows = [0, *(node + 1 for node in verdict.paths[row])][: len(tokens)]
             logprobs[generation.request.id] = logprobs_of(out.logits[row, logit_rows], tokens, most)
         return logprobs
 
@@ -259,13 +258,12 @@ class Batch:
         """Appends the committed tokens to the requests; a request whose logits are not numbers fails."""
         logprobs_by_id = logprobs or {}
         tokens, accepted, drafted, nodes, paths = [], [], [], [], []
-        parts = (verdict.tokens, verdict.accepted, verdict.path, draft.tokens, draft.parents)
-        rows = zip(self.generations, *(part.tolist() for part in parts), strict=True)
-        for generation, committed, kept, path, guesses, parents in rows:
+        rows = zip(self.generations, verdict.tokens, verdict.paths, *draft.lists, strict=True)
+        for generation, committed, path, guesses, parents in rows:
             node_depths = [] if generation.is_finished else depths_of_row(guesses, parents)
             new = generation.emit(
-                [token for token in committed if token != ABSENT],
-                kept,
+                committed,
+                len(path),
                 drafted=sum(map(bool, node_depths)),
                 logprobs=logprobs_by_id.get(generation.request.id, ()),
             )
@@ -273,7 +271,7 @@ class Batch:
             if new and any(token == INVALID and parent < 0 for token, parent in zip(guesses, parents, strict=True)):
                 generation.fail(ValueError(NOT_NUMBERS.format(model="draft model")))
             tokens.append(new)
-            accepted.append(min(kept, len(new)))
+            accepted.append(min(len(path), len(new)))
             drafted.append(max(node_depths, default=0))
             nodes.append(sum(map(bool, node_depths)))
             paths.append(path[: accepted[-1]])

@@ -107,8 +107,8 @@ class AutoregressiveDrafter(ModelDrafter):
             return Draft.empty(len(lengths), device)
         sampler, unread = self._sampler, self._pending.rows
         if after is not None:
-            sampler, self._guessed = sampler.after(after.tokens), ragged.to_lists(after.tokens)
-            unread = ragged.joined(unread, self._guessed)
+            self._guessed = ragged.to_lists(after.tokens)
+            sampler, unread = sampler.after(self._guessed), ragged.joined(unread, self._guessed)
         unread = [row if length else [] for row, length in zip(unread, lengths, strict=True)]
         if max(map(len, unread)) >= self.lm.width:
             unread = self.lm.prefill(unread).last
@@ -138,7 +138,7 @@ class AutoregressiveDrafter(ModelDrafter):
     def commit(self, new: Committed) -> None:
         """Drops the rejected tokens from the cache; committed tokens that it has not read become pending."""
         kept, unread = [], []
-        for row, (best, tokens) in enumerate(zip(self._guessed, ragged.to_lists(new.tokens), strict=True)):
+        for row, (best, tokens) in enumerate(zip(self._guessed, new.tokens, strict=True)):
             followed = takewhile(lambda pair: pair[0] == pair[1], zip(best, tokens[:-1], strict=False))
             read = min(sum(1 for _ in followed), self.lm.lengths[row] - self._committed[row])
             kept.append(self._committed[row] + read)
@@ -189,7 +189,7 @@ class PromptedDrafter(AutoregressiveDrafter):
         self._prompts.forget()
         is_first = True
         while any(unread):
-            sampler = self._sampler.after(drafted.tokens[:, :K])
+            sampler = self._sampler.after(ragged.to_lists(drafted.tokens[:, :K]))
             guesses = self._guess(sampler, wanted_B - lengths_B)
             candidates, paths_BR = self._read(sampler, unread, guesses)
             drafted = _added(drafted, candidates, paths_BR, lengths_B)

@@ -257,8 +257,8 @@ class LookaheadDrafter(Drafter):
 
     def commit(self, new: Committed) -> None:
         """Updates the rows with committed tokens and the target's draws after the columns."""
-        drawn: list[list[int]] = [[]] * len(self._rows) if new.drawn is None else new.drawn.tolist()
-        for row, tokens, own in zip(self._rows, ragged.to_lists(new.tokens), drawn, strict=True):
+        drawn = [[]] * len(self._rows) if new.drawn is None else new.drawn
+        for row, tokens, own in zip(self._rows, new.tokens, drawn, strict=True):
             row.commit(tokens, own)
 
     def keep(self, rows: Tensor) -> None:

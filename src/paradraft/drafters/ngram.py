@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paradraft import ragged
-from paradraft.core import Draft, TextDrafter
+from paradraft.core import Draft
+from paradraft.drafters.parts.text_drafter import TextDrafter
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.traits import Serving, Traits

@@ -65,7 +65,7 @@ class PardDrafter(ModelDrafter):
             return Draft.empty(len(lengths), device)
         unread = self._pending.of(lengths)
         ahead: list[list[int]] = [[] for _ in lengths] if after is None else ragged.to_lists(after.tokens)
-        sampler = self._sampler if after is None else self._sampler.after(after.tokens)
+        sampler = self._sampler if after is None else self._sampler.after(ahead)
         if max(map(len, unread)) + max(map(len, ahead)) + k > self.lm.width:
             unread = self.lm.prefill(unread).last
         kept, unread = list(map(len, unread)), ragged.joined(unread, ahead)

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM, SavedRow
 from paradraft.models.prompt_tokens import forward_with_probes
-from paradraft.parents import depths, parents_of_chains, row_after, with_root
-from paradraft.ragged import from_lists, to_lists, upload
+from paradraft.parents import depths, parents_of_chains, with_root
+from paradraft.ragged import from_lists, upload
 from paradraft.text.chat_template import end_of_turn
 from paradraft.text.generation_config import end_ids
 from paradraft.wording import number_of
@@ -148,9 +148,9 @@ class Target:
         # The other rows are not read: their roots stay the same until the next round.
         read = self.lm.prefill([[]] * before + unread, self._hidden_layers)
         self._root_B1 = torch.cat([self._root_B1, upload(read.last[before:], self.device)])
-        tokens = from_lists(prompts, self.device)
-        hidden = {layer: _after(states[before:], known, tokens.shape[1]) for layer, states in read.hidden.items()}
-        return Committed(tokens=tokens, hidden=hidden)
+        most = max(map(len, prompts))
+        hidden = {layer: _after(states[before:], known, most) for layer, states in read.hidden.items()}
+        return Committed(tokens=prompts, hidden=hidden)
 
     def begin(self, request: Request, prefix: tuple[SavedRow, int] | None = None) -> None:
         """Appends a row for chunked prefill by `read`; until its end no pass decodes the row, and no other may join.
@@ -183,7 +183,7 @@ class Target:
             layer: _after(torch.cat([part[layer] for part in row.states], dim=1), [row.known], len(prompt))
             for layer in self._hidden_layers
         }
-        return last - first, Committed(tokens=from_lists([prompt], self.device), hidden=hidden)
+        return last - first, Committed(tokens=[prompt], hidden=hidden)
 
     def give_up(self) -> None:
         """Removes the row of `begin`."""
@@ -218,14 +218,14 @@ class Target:
 
     def commit(self, verdict: Verdict, out: TargetOut) -> Committed:
         """Keeps the accepted path; the verdict's next token becomes the new root."""
-        self.lm.accept_path([[0, *(node + 1 for node in path)] for path in to_lists(verdict.path)])
-        self._root_B1 = verdict.tokens.gather(1, verdict.accepted[:, None])
+        rows = [[0, *(node + 1 for node in path)] for path in verdict.paths]  # node n was row n + 1 of the pass
+        self.lm.accept_path(rows)
+        self._root_B1 = upload([tokens[-1:] for tokens in verdict.tokens], self.device)
         hidden = {}
         if out.hidden:
-            # Row 0 of the pass follows the root, row n + 1 node n.
-            rows_BM = torch.nn.functional.pad((verdict.path + 1).clamp(min=0), (1, 0))
+            rows_BM = from_lists(rows, self.device).clamp(min=0)
             hidden = {layer: gathered(state, rows_BM) for layer, state in out.hidden.items()}
-        probes = None if out.probes is None else out.probes.after(row_after(verdict.path)[:, 0] - 1)
+        probes = None if out.probes is None else out.probes.after(upload([row[-1] - 1 for row in rows], self.device))
         return Committed(tokens=verdict.tokens, hidden=hidden, drawn=verdict.drawn, probes=probes)
 
     def keep(self, rows: Tensor) -> None:

@@ -46,7 +46,6 @@ from paradraft.plan.task import PlannedAnswers
 from paradraft.sampling.sparse_tree import StateTree, best_trees, rate
 from paradraft.sources.loading import locate, settled
 from paradraft.sources.target_loading import load_target
-from paradraft.tree import ABSENT
 from paradraft.verify import warning_of
 
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -103,9 +102,7 @@ class Observer(PpdDrafter):
     def commit(self, new: Committed) -> None:
         """Records the guesses."""
         super().commit(new)
-        self._lengths = [
-            length + count for length, count in zip(self._lengths, (new.tokens != ABSENT).sum(1).tolist(), strict=True)
-        ]
+        self._lengths = [length + len(tokens) for length, tokens in zip(self._lengths, new.tokens, strict=True)]
         guesses = self.candidates(RANKS).tokens.tolist()
         for row, request in enumerate(self._requests):
             if self._prompts.states[row]:

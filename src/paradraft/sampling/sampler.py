@@ -24,7 +24,6 @@ from paradraft.sampling.candidates import Candidates, _candidates, joined
 from paradraft.sampling.distribution import best_token, filtered_logits, penalized_logits, probabilities
 from paradraft.sampling.noise import gumbel_noise, seed_of, uniform_numbers, with_noise
 from paradraft.sampling_params import Sampling
-from paradraft.tree import ABSENT
 
 # Purposes of random numbers under the rejection rule, where each must be independent of all others.
 _DRAFT, _ACCEPT, _NEXT = 1, 2, 3
@@ -80,14 +79,14 @@ class Sampler:
 
     def commit(self, new: Committed) -> None:
         """Adds committed tokens."""
-        self.lengths_B = self._begun_B = self.lengths_B + (new.tokens != ABSENT).sum(1)
+        self.lengths_B = self._begun_B = self.lengths_B + upload(list(map(len, new.tokens)), self._device)
         if self.reads_text:
-            self._texts = ragged.joined(self._texts, ragged.to_lists(new.tokens))
+            self._texts = ragged.joined(self._texts, new.tokens)
 
-    def after(self, tokens_BD: Tensor) -> Sampler:
-        """A copy of this sampler with tokens `[B, D]` committed, `ABSENT` on the right."""
+    def after(self, tokens: list[list[int]]) -> Sampler:
+        """A copy of this sampler with tokens of each row committed."""
         later = copy.copy(self)
-        later.commit(Committed(tokens=tokens_BD))
+        later.commit(Committed(tokens=tokens))
         later._begun_B = self._begun_B
         return later
 

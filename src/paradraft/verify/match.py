@@ -5,20 +5,15 @@ The target's token at a position is argmax(log p + noise of that position), or a
 token, at any temperature. Drafters draw with the same noise, which couples the two draws: acceptance is at least
 (1 - TV) / (1 + TV) (Daliri, Musco & Suresh 2025, "Coupling without Communication and Drafter-Invariant Speculative
 Decoding").
-
-Shape letters: B rows of a batch, N nodes of a draft, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
-
-import torch
 
 from paradraft.core import Draft, Draws, TargetOut, Verdict
 from paradraft.parents import depths_after, texts_before
-from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
 
@@ -35,26 +30,21 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     >>> draft = Draft.chain(torch.tensor([[5, 6, 7]]))
     >>> sampler = Sampler([Request(tokens=[1, 2, 3, 4])])
     >>> verdict = verify(draft, TargetOut(logits=logits, hidden={}), sampler)
-    >>> verdict.accepted.tolist(), verdict.tokens.tolist()
-    ([2], [[5, 6, 9, -1]])
+    >>> verdict.paths, verdict.tokens
+    ([[0, 1]], [[5, 6, 9]])
     """
-    B, N = draft.tokens.shape
     texts = texts_before(draft.tokens, draft.parents) if sampler.reads_text else None
-    drawn_BM = sampler.draw(out.logits, depths_after(draft.parents), texts)
-
-    paths, tokens, accepted = [], [], []
-    guesses = draft.tokens.tolist()
-    for tokens_N, parents, drawn in zip(guesses, draft.parents.tolist(), drawn_BM.tolist(), strict=True):
-        path = accepted_path(tokens_N, parents, drawn)
-        padding = [ABSENT] * (N - len(path))
-        paths.append(path + padding)
-        accepted.append(len(path))
-        tokens.append([tokens_N[node] for node in path] + [drawn[path[-1] + 1 if path else 0]] + padding)
+    drawn = sampler.draw(out.logits, depths_after(draft.parents), texts).tolist()
+    guesses, parents = draft.lists
+    paths = [accepted_path(*row) for row in zip(guesses, parents, drawn, strict=True)]
+    last = [own[path[-1] + 1 if path else 0] for own, path in zip(drawn, paths, strict=True)]
     if any(ABSENT in row for row in guesses):
-        drawn_BM = drawn_BM.masked_fill(torch.nn.functional.pad(draft.tokens == ABSENT, (1, 0)), ABSENT)
-    # Built as lists: one operation on tensors this small takes longer than all of the above.
-    path_BN, accepted_B, tokens_BM = (upload(part, draft.tokens.device) for part in (paths, accepted, tokens))
-    return Verdict(path=path_BN.view(B, N), accepted=accepted_B, tokens=tokens_BM, drawn=drawn_BM)
+        pairs = zip(drawn, guesses, strict=True)
+        drawn = [
+            own[:1] + [ABSENT if guess == ABSENT else token for token, guess in zip(own[1:], row, strict=True)]
+            for own, row in pairs
+        ]
+    return replace(Verdict.of(draft, paths, last), drawn=drawn)
 
 
 def accepted_path(tokens: list[int], parents: list[int], drawn: list[int]) -> list[int]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paradraft.core import Draft, Draws, TargetOut, Verdict
 from paradraft.parents import texts_before
+from paradraft.ragged import to_lists
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
 
@@ -40,7 +41,7 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     >>> requests = [Request(tokens=[1], sampling=sampling) for sampling in samplings]
     >>> sampler = Sampler(requests, drafting=Drafting(draws="numbers"))
     >>> verdict = verify(draft, TargetOut(logits=logits, hidden={}), sampler)
-    >>> [(verdict.tokens[:, 0] == token).sum().item() for token in range(3)]
+    >>> [[tokens[0] for tokens in verdict.tokens].count(token) for token in range(3)]
     [490, 319, 191]
     """
     (B, N), device = draft.tokens.shape, draft.tokens.device
@@ -53,12 +54,7 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     path = torch.full((B, N), ABSENT, device=device)
     is_untried_BN = draft.tokens != ABSENT
 
-    def p_here() -> Tensor:
-        """The target's distributions `[B, V]` after the last accepted nodes: most nodes are never reached."""
-        paths = None if texts is None else texts[rows_B, here_B + 1][:, None]
-        return sampler.probabilities(out.logits[rows_B, here_B + 1][:, None], paths)[:, 0]
-
-    left_BV = p_here()
+    left_BV = _p_after(here_B, out, texts, sampler)
     while N:
         # Tries the children of `here` one after the other; a row that has accepted one waits for the others.
         before_B = accepted_B
@@ -83,8 +79,16 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
         has_moved_B = accepted_B > before_B
         if not bool(has_moved_B.any()):
             break
-        left_BV = torch.where(has_moved_B[:, None], p_here(), left_BV)
-    return Verdict.of(draft, path, sampler.draw_next(left_BV))
+        left_BV = torch.where(has_moved_B[:, None], _p_after(here_B, out, texts, sampler), left_BV)
+    ends = to_lists(torch.cat([path, sampler.draw_next(left_BV)[:, None]], dim=1))
+    return Verdict.of(draft, [end[:-1] for end in ends], [end[-1] for end in ends])
+
+
+def _p_after(node_B: Tensor, out: TargetOut, texts: Tensor | None, sampler: Sampler) -> Tensor:
+    """The target's distributions `[B, V]` after these nodes: most nodes are never reached."""
+    rows_B = torch.arange(len(node_B), device=node_B.device)
+    paths = None if texts is None else texts[rows_B, node_B + 1][:, None]
+    return sampler.probabilities(out.logits[rows_B, node_B + 1][:, None], paths)[:, 0]
 
 
 def _residual(p_BV: Tensor, token_B: Tensor, q_BV: Tensor | None) -> Tensor:

@@ -54,31 +54,25 @@ class Typical:
         >>> logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 2, 3)
         >>> sampler = Sampler([Request(tokens=[1], sampling=Sampling(temperature=1.0))])
         >>> draft = Draft.chain(torch.tensor([[2]]))
-        >>> Typical()(draft, TargetOut(logits=logits, hidden={}), sampler).accepted.tolist()
-        [1]
-        >>> Typical(epsilon=0.4, delta=0.9)(draft, TargetOut(logits=logits, hidden={}), sampler).accepted.tolist()
-        [0]
+        >>> Typical()(draft, TargetOut(logits=logits, hidden={}), sampler).paths
+        [[0]]
+        >>> Typical(epsilon=0.4, delta=0.9)(draft, TargetOut(logits=logits, hidden={}), sampler).paths
+        [[]]
         """
-        (B, N), device = draft.tokens.shape, draft.tokens.device
         texts = texts_before(draft.tokens, draft.parents) if sampler.reads_text else None
         p_BMV = sampler.probabilities(out.logits, texts)
         entropy_BM = -torch.special.xlogy(p_BMV, p_BMV).sum(-1)
         least_BM = torch.clamp(self.delta * (-entropy_BM).exp(), max=self.epsilon)
         # The target's probability of each node, after its parent.
         parents_BN = draft.parents.clamp(min=-1) + 1
-        rows_B1 = torch.arange(B, device=device)[:, None]
+        rows_B1 = torch.arange(len(p_BMV), device=p_BMV.device)[:, None]
         p_BN = p_BMV[rows_B1, parents_BN, draft.tokens.clamp(min=0)]
         is_typical_BN = (p_BN > least_BM.gather(1, parents_BN)) & (draft.tokens != ABSENT)
-        paths = [
-            longest(parents, kept, chances)
-            for parents, kept, chances in zip(
-                draft.parents.tolist(), is_typical_BN.tolist(), p_BN.tolist(), strict=True
-            )
-        ]
-        path_BN = torch.tensor([path + [ABSENT] * (N - len(path)) for path in paths], device=device).view(B, N)
-        drawn_BM = sampler.draw(out.logits, depths_after(draft.parents), texts)
-        last_B1 = torch.tensor([[path[-1] + 1 if path else 0] for path in paths], device=device)
-        return Verdict.of(draft, path_BN, drawn_BM.gather(1, last_B1)[:, 0])
+        rows = zip(draft.lists[1], is_typical_BN.tolist(), p_BN.tolist(), strict=True)
+        paths = [longest(*row) for row in rows]
+        drawn = sampler.draw(out.logits, depths_after(draft.parents), texts).tolist()
+        last = [own[path[-1] + 1 if path else 0] for own, path in zip(drawn, paths, strict=True)]
+        return Verdict.of(draft, paths, last)
 
 
 def longest(parents: list[int], kept: list[bool], chances: list[float]) -> list[int]:

@@ -436,8 +436,8 @@ def test_a_rejected_guess_may_be_followed_by_anything(loaded: Load, monkeypatch:
 
     def spoilt(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
         verdict = verify(draft, out, sampler)
-        for row, path in enumerate(verdict.path.tolist()):
-            rejected = [node + 1 for node in range(len(path)) if node not in path]
+        for row, path in enumerate(verdict.paths):
+            rejected = [node + 1 for node in range(draft.tokens.shape[1]) if node not in path]
             out.logits[row, rejected] = torch.nan
         return verdict
 

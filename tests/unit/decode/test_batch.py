@@ -31,12 +31,8 @@ def batch_of(limits: list[int], *, eos: frozenset[int] = frozenset(), k: int = 4
 
 def accepting(*rows: list[int], nodes: int = 4) -> tuple[Draft, Verdict]:
     """A round in which each row's tokens but the last were drafted, `nodes` of them, and accepted."""
-    accepted = torch.tensor([len(row) - 1 for row in rows])
-    index = torch.arange(nodes).expand(len(rows), nodes)
-    path = index.masked_fill(index >= accepted[:, None], ABSENT)
-    tokens = torch.tensor([row + [ABSENT] * (nodes + 1 - len(row)) for row in rows])
-    draft = Draft.chain(torch.where(path == ABSENT, 9, tokens[:, :nodes]))
-    return draft, Verdict(path=path, accepted=accepted, tokens=tokens)
+    draft = Draft.chain(torch.tensor([row[:-1] + [9] * (nodes + 1 - len(row)) for row in rows]))
+    return draft, Verdict(paths=[list(range(len(row) - 1)) for row in rows], tokens=list(rows))
 
 
 def test_what_a_round_gave_is_told() -> None:
@@ -85,7 +81,7 @@ def test_absent_nodes_are_not_drafted() -> None:
 def test_all_nodes_of_a_tree_are_counted_and_its_depth() -> None:
     """Guards the acceptance per position against the side branches, which are no deeper."""
     tree = Draft(tokens=torch.tensor([[1, 2, 3]]), parents=torch.tensor([[-1, -1, 0]]))
-    verdict = Verdict.of(tree, torch.tensor([[ABSENT] * 3]), torch.tensor([5]))
+    verdict = Verdict.of(tree, [[]], [5])
     step = batch_of([9]).emit(tree, verdict)
     assert (step.drafted, step.nodes) == ([2], [3])
 
@@ -247,7 +243,7 @@ class SeenDrafter(NoDrafter):
         self.started = drafting, device
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        self.joined = [request.tokens for request in requests], prompt.tokens.tolist(), list(prompt.hidden)
+        self.joined = [request.tokens for request in requests], prompt.tokens, list(prompt.hidden)
 
 
 def test_all_parts_of_a_batch_are_told_what_it_is_for() -> None:
@@ -259,7 +255,7 @@ def test_all_parts_of_a_batch_are_told_what_it_is_for() -> None:
     batch.join(list(map(Generation, requests([[1, 2], [3]], limits=9))))
     drafting = Drafting(rule="rejection", draws="numbers", tree=tree, wants_confidence=True)
     assert drafter.started == (drafting, CPU)
-    assert drafter.joined == ([[1, 2], [3]], [[1, 2], [3, ABSENT]], [1])
+    assert drafter.joined == ([[1, 2], [3]], [[1, 2], [3]], [1])
     assert lengths.started == (tree, False)
     assert batch.sampler.draws == "numbers"
     assert batch.target._hidden_layers == (1,)

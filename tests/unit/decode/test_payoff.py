@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from paradraft.core import Draft, TextDrafter
+from paradraft.core import Draft
 from paradraft.decode.batch import Batch
 from paradraft.decode.lengths.draft_length import POLICIES, Fixed
 from paradraft.decode.payoff import Compared, Payoff, Rounds
 from paradraft.decode.pearl.pearl import AheadBatch
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.ngram import Config, NgramDrafter
+from paradraft.drafters.parts.text_drafter import TextDrafter
 from paradraft.engine.engine import Engine
 from paradraft.engine.speculation import Speculation
 from paradraft.models.causal_lm import CausalLM

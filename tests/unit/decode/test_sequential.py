@@ -10,7 +10,7 @@ from paradraft.core import Committed, Draft, Drafter, Drafting, Request, RoundOu
 from paradraft.decode.batch import Batch
 from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.models.causal_lm import CausalLM
-from paradraft.ragged import from_lists, to_lists
+from paradraft.ragged import from_lists
 from paradraft.sampling_params import Sampling
 from tests.conftest import VOCAB, tiny_model
 from tests.support.decoding import decoded, requests, target_of, texts
@@ -32,7 +32,7 @@ class Knowing(Drafter):
         return Draft.chain(from_lists([row[:k] for row, k in zip(self.rows, lengths, strict=True)]))
 
     def commit(self, new: Committed) -> None:
-        self.rows = [row[len(tokens) :] for row, tokens in zip(self.rows, to_lists(new.tokens), strict=True)]
+        self.rows = [row[len(tokens) :] for row, tokens in zip(self.rows, new.tokens, strict=True)]
 
     def keep(self, rows: torch.Tensor) -> None:
         self.rows = [self.rows[row] for row in rows.tolist()]

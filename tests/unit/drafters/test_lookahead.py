@@ -49,7 +49,7 @@ def play(drafter: LookaheadDrafter, says: Target, *, text: list[int], depth: int
     drawn = drawn_by(says, text, tokens, parents)
     path = accepted_path(tokens, parents, drawn)
     text += [*(tokens[node] for node in path), drawn[path[-1] + 1 if path else 0]]
-    drafter.commit(Committed(tokens=torch.tensor([text[-len(path) - 1 :]]), drawn=torch.tensor([drawn])))
+    drafter.commit(Committed(tokens=[text[-len(path) - 1 :]], drawn=[drawn]))
     return draft
 
 
@@ -159,7 +159,7 @@ def test_rounds_without_a_draft_leave_the_window_where_it_is() -> None:
     (row,) = drafter._rows
     columns, pooled = dict(row.columns), row.pool.after(text[-1])
     assert drafter.propose([0]).tokens.shape == (1, 0)
-    drafter.commit(Committed(tokens=torch.tensor([[7]]), drawn=torch.tensor([[7]])))
+    drafter.commit(Committed(tokens=[[7]], drawn=[[7]]))
     drafter.commit(committed([6]))
     assert row.columns == {position: column for position, column in columns.items() if position > len(text) + 1}
     assert len(row.columns) < len(columns) and row.pool.after(text[-1]) == pooled
@@ -173,7 +173,7 @@ def test_what_a_processor_forbids_everywhere_is_no_token() -> None:
     for _ in range(3):
         tokens = drafter.propose([5]).tokens
         assert bool((tokens >= 0).all())
-        drafter.commit(Committed(tokens=torch.tensor([[4]]), drawn=torch.full((1, tokens.shape[1] + 1), -2)))
+        drafter.commit(Committed(tokens=[[4]], drawn=[[-2] * (tokens.shape[1] + 1)]))
 
 
 def test_rows_come_and_go() -> None:
@@ -206,7 +206,7 @@ def test_rows_come_and_go() -> None:
             all_tokens.append([*(tokens[node] for node in path), drawn[path[-1] + 1 if path else 0]])
             all_drawn.append(drawn)
             texts[row] += all_tokens[-1]
-        drafter.commit(Committed(tokens=committed(*all_tokens).tokens, drawn=torch.tensor(all_drawn)))
+        drafter.commit(Committed(tokens=all_tokens, drawn=all_drawn))
     assert asked[0].tokens == prompts[2], "a prompt is not the drafter's"
 
 

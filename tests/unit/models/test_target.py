@@ -10,6 +10,7 @@ from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.target import Target
+from paradraft.ragged import from_lists
 from paradraft.tree import ABSENT
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.support.decoding import requests, target_of
@@ -48,8 +49,8 @@ def test_what_was_read_is_told() -> None:
     """Guards drafters that read the prompts: in order, as they were asked, and with a row for each."""
     ours = target()
     ours.start()
-    assert ours.join(requests([[5, 6, 7], [8]])).tokens.tolist() == [[5, 6, 7], [8, ABSENT, ABSENT]]
-    assert ours.join(requests([[0]])).tokens.tolist() == [[0]]
+    assert ours.join(requests([[5, 6, 7], [8]])).tokens == [[5, 6, 7], [8]]
+    assert ours.join(requests([[0]])).tokens == [[0]]
 
 
 @pytest.mark.parametrize("shared", [1, 3, 6])
@@ -77,11 +78,11 @@ def test_rows_that_join_go_on_from_their_own_last_token() -> None:
     for more in ([9, 10], [11], None):
         draft = Draft.chain(torch.tensor([[1, 2]] * len(texts)))
         out = ours.forward(draft)
-        path = torch.tensor([[0, ABSENT]] + [[ABSENT, ABSENT]] * (len(texts) - 1))
-        verdict = Verdict.of(draft, path, torch.arange(20, 20 + len(texts)))
+        paths = [[0], *([] for _ in texts[1:])]
+        verdict = Verdict.of(draft, paths, range(20, 20 + len(texts)))
         new = ours.commit(verdict, out)
-        assert torch.equal(new.tokens, verdict.tokens) and new.hidden == {}
-        texts = ragged.joined(texts, ragged.to_lists(verdict.tokens))
+        assert new.tokens == verdict.tokens and new.hidden == {}
+        texts = ragged.joined(texts, verdict.tokens)
         if more is not None:
             ours.join(requests([more]))
             texts.append(more)
@@ -102,12 +103,12 @@ def test_hidden_states_are_those_from_which_each_token_was_predicted() -> None:
     draft = Draft(tokens=torch.tensor([[1, 2, 3]] * 2), parents=torch.tensor([[-1, -1, 1]] * 2))
     logits = ours.forward(draft).logits
     states = torch.arange(8.0).view(2, 4, 1)  # of the root and of three nodes
-    path, drawn = torch.tensor([[1, 2, ABSENT], [ABSENT] * 3]), torch.tensor([[2, 0, 3, 9], [9, 0, 0, 0]])
-    verdict = replace(Verdict.of(draft, path, torch.tensor([9, 9])), drawn=drawn)
+    drawn = [[2, 0, 3, 9], [9, 0, 0, 0]]
+    verdict = replace(Verdict.of(draft, [[1, 2], []], [9, 9]), drawn=drawn)
     new = ours.commit(verdict, TargetOut(logits=logits, hidden={4: states, -1: -states}))
     assert new.drawn is drawn
-    there = new.tokens != ABSENT
-    assert new.tokens.tolist() == [[2, 3, 9, ABSENT], [9, ABSENT, ABSENT, ABSENT]]
+    there = from_lists(new.tokens) != ABSENT
+    assert new.tokens == [[2, 3, 9], [9]]
     assert new.hidden[4][there].flatten().tolist() == [0.0, 2.0, 3.0, 4.0]
     assert new.hidden[-1][there].flatten().tolist() == [0.0, -2.0, -3.0, -4.0]
 
@@ -178,7 +179,7 @@ def test_rows_begin_with_what_was_saved_of_others() -> None:
     texts = [[4, 4], [5, 6], [1, 2, 3, 9, 8, 7], [1, 2], [1, 2, 3, 4, 5, 6]]
     before = ours.lm.passes.copy()
     told = ours.join(requests(texts[1:]), [None, (saved, 3), (saved, 2), (saved, 5)])
-    assert ragged.to_lists(told.tokens) == texts[1:]
+    assert told.tokens == texts[1:]
     assert ours.lm.lengths == [len(text) - 1 for text in texts]
     assert max(made.tokens for made in ours.lm.passes - before) == 2, "only what no row had is read"
     logits = ours.forward(Draft.empty(len(texts), ours.device)).logits

@@ -42,7 +42,7 @@ def one_token_each(batch: Batch) -> RoundOutput:
     for name in ("draft", "verify"):
         batch.clock.lap(name)
     draft = Draft.empty(len(batch.generations), CPU)
-    return batch.emit(draft, Verdict.of(draft, draft.tokens, torch.ones(len(draft.tokens), dtype=torch.long)))
+    return batch.emit(draft, Verdict(paths=[[]] * len(batch.generations), tokens=[[1]] * len(batch.generations)))
 
 
 @pytest.mark.parametrize("fewest_rows", [1, 2])

@@ -66,10 +66,7 @@ def check(verify: Verify) -> int:
         verdict = verify(draft, out, sampler(texts, sampling))
         for row, text in enumerate(texts):
             path, emitted = naive_walk(tokens[row], parents[row], text, sampling)
-            rest = nodes - len(path)
-            assert verdict.accepted[row] == len(path)
-            assert verdict.path[row].tolist() == path + [ABSENT] * rest
-            assert verdict.tokens[row].tolist() == emitted + [ABSENT] * rest
+            assert verdict.paths[row] == path and verdict.tokens[row] == emitted
             accepted += len(path)
     return accepted
 
@@ -100,8 +97,8 @@ def test_what_the_target_drew_is_told() -> None:
         draft = Draft(tokens=torch.tensor([tokens]), parents=torch.tensor([parents]))
         verdict = verify(draft, TargetOut(logits=logits[None], hidden={}), sampler([text], sampling))
         before = [[tokens[i] for i in path_to(parents, node)] for node in range(-1, 4)]
-        assert verdict.drawn is not None and verdict.drawn.shape == (1, 6)
-        assert verdict.drawn[0, :5].tolist() == [plain_token(text + more, sampling) for more in before]
+        assert verdict.drawn is not None and len(verdict.drawn[0]) == 6
+        assert verdict.drawn[0][:5] == [plain_token(text + more, sampling) for more in before]
 
 
 def test_after_a_node_that_is_absent_the_target_drew_nothing() -> None:
@@ -111,9 +108,8 @@ def test_after_a_node_that_is_absent_the_target_drew_nothing() -> None:
     tokens = torch.tensor([[4, ABSENT, 9, ABSENT], [ABSENT, 7, 3, 1]])
     draft = Draft(tokens=tokens, parents=torch.tensor([[-1, 0, -1, 2], [-1, -1, -1, 2]]))
     verdict = verify(draft, TargetOut(logits=logits, hidden={}), sampler([[1], [2]]))
-    assert verdict.drawn is not None
-    assert verdict.drawn.tolist() == [[4, 5, ABSENT, 7, ABSENT], [3, ABSENT, 1, 0, 9]]
-    assert verdict.tokens.tolist() == [[4, 5] + [ABSENT] * 3, [3, 0] + [ABSENT] * 3]
+    assert verdict.drawn == [[4, 5, ABSENT, 7, ABSENT], [3, ABSENT, 1, 0, 9]]
+    assert verdict.tokens == [[4, 5], [3, 0]]
 
 
 def always_accept(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
@@ -159,17 +155,16 @@ def test_empty_draft_is_plain_decoding() -> None:
     logits = torch.eye(VOCAB)[torch.tensor([[3], [0]])]
     out = TargetOut(logits=logits, hidden={})
     verdict = verify(Draft.empty(2, torch.device("cpu")), out, sampler([[1], [1] * 9]))
-    assert verdict.accepted.tolist() == [0, 0]
-    assert verdict.tokens.tolist() == [[3], [0]]
+    assert verdict.paths == [[], []] and verdict.tokens == [[3], [0]]
 
 
 @pytest.mark.parametrize(
     ("tokens", "parents", "committed"),
     [
-        ([5, 5], [-1, -1], [5, 6, ABSENT]),
-        ([5, 6, 6], [-1, 0, 0], [5, 6, 7, ABSENT]),
-        ([5, 6, 5], [-1, 0, -1], [5, 6, 7, ABSENT]),
-        ([5, 5, 6, 6], [-1, -1, 0, 1], [5, 6, 7, ABSENT, ABSENT]),
+        ([5, 5], [-1, -1], [5, 6]),
+        ([5, 6, 6], [-1, 0, 0], [5, 6, 7]),
+        ([5, 6, 5], [-1, 0, -1], [5, 6, 7]),
+        ([5, 5, 6, 6], [-1, -1, 0, 1], [5, 6, 7]),
     ],
 )
 def test_siblings_with_the_same_token_are_one_continuation(
@@ -180,8 +175,8 @@ def test_siblings_with_the_same_token_are_one_continuation(
     draft = Draft(tokens=torch.tensor([tokens]), parents=torch.tensor([parents]))
     logits = torch.eye(10)[[5, *(token + 1 for token in tokens)]][None]  # the target counts
     verdict = verify(draft, TargetOut(logits=logits, hidden={}), sampler([[1, 2, 3]]))
-    assert verdict.accepted.tolist() == [len([token for token in committed if token != ABSENT]) - 1]
-    assert verdict.tokens.tolist() == [committed]
+    assert len(verdict.paths[0]) == len(committed) - 1
+    assert verdict.tokens == [committed]
 
 
 @pytest.mark.parametrize("rule", rule_names())
@@ -191,7 +186,7 @@ def test_penalties_count_what_was_drafted_before_a_node(rule: str) -> None:
     draft = Draft(tokens=torch.tensor([[0, 0, 1]]), parents=torch.tensor([[-1, 0, 0]]))
     made = sampler([[3]], Sampling(presence_penalty=9.0), rule=rule)
     verdict = load_rule(rule)(draft, TargetOut(logits=logits, hidden={}), made)
-    assert verdict.path.tolist() == [[0, 2, ABSENT]]
-    assert verdict.tokens.tolist() == [[0, 1, 2, ABSENT]]
+    assert verdict.paths == [[0, 2]]
+    assert verdict.tokens == [[0, 1, 2]]
     if rule == "match":
-        assert verdict.drawn.tolist() == [[0, 1, 1, 2]]
+        assert verdict.drawn == [[0, 1, 1, 2]]

@@ -133,7 +133,7 @@ def emitted_distribution(rule: Verify, shape: str, *, sampled: bool) -> dict[tup
     def accepted(chance_BN: Tensor) -> tuple[Tensor, Verdict, Scripted]:
         script = Scripted(p_BMV, chance_BN)
         verdict = rule(draft, out, script)
-        return (verdict.path[:, None] == torch.arange(N)[:, None]).any(2), verdict, script
+        return torch.tensor([[node in path for node in range(N)] for path in verdict.paths]), verdict, script
 
     wanted = torch.tensor([wanted for _, wanted in rows])
     weight = torch.tensor([draft.weight for draft, _ in rows], dtype=torch.float64)
@@ -153,11 +153,10 @@ def emitted_distribution(rule: Verify, shape: str, *, sampled: bool) -> dict[tup
     _, verdict, script = accepted(chance)
     joint: dict[tuple[int, ...], float] = dict.fromkeys(itertools.product(range(VOCAB), repeat=LENGTH), 0.0)
     for row in (weight > 0).nonzero().flatten().tolist():
-        number = int(verdict.accepted[row])
-        start = tuple(verdict.tokens[row, :number].tolist())
-        after = verdict.tokens[row, number + 1 :].tolist()
+        number = len(verdict.paths[row])
+        start, after = verdict.tokens[row][:number], verdict.tokens[row][number + 1 :]
         for token in range(VOCAB):
-            text = (*start, token, *(t for t in after if t != ABSENT))
+            text = (*start, token, *after)
             spread(joint, text[:LENGTH], float(weight[row] * script.left_BV[row, token]))
     return joint
 
@@ -197,7 +196,7 @@ def test_what_the_target_never_says_is_never_accepted(q: list[float] | None) -> 
     script = Scripted(p_BMV, torch.zeros(1, 1, dtype=torch.float64))
     probs = None if q is None else torch.tensor([[q]], dtype=torch.float64)
     draft = Draft(tokens=torch.tensor([[0]]), parents=torch.tensor([[ABSENT]]), probs=probs)
-    assert verify(draft, TargetOut(logits=p_BMV.log(), hidden={}), script).accepted.tolist() == [0]
+    assert verify(draft, TargetOut(logits=p_BMV.log(), hidden={}), script).paths == [[]]
     assert script.left_BV[0, 0] == 0.0
 
 
@@ -208,7 +207,7 @@ def test_a_rejection_that_cannot_be_leaves_the_target() -> None:
     p_BMV = torch.tensor([[p, [1.0, 0.0, 0.0]]], dtype=torch.float64)
     script = Scripted(p_BMV, torch.ones(1, 1, dtype=torch.float64))
     draft = Draft(tokens=torch.tensor([[2]]), parents=torch.tensor([[ABSENT]]), probs=p_BMV[:, :1])
-    assert verify(draft, TargetOut(logits=p_BMV.log(), hidden={}), script).accepted.tolist() == [0]
+    assert verify(draft, TargetOut(logits=p_BMV.log(), hidden={}), script).paths == [[]]
     assert script.left_BV.tolist() == [p]
 
 
@@ -241,9 +240,8 @@ def bonus_after_rejection(draft: Draft, out: TargetOut, sampler: Scripted) -> Ve
 def target_after_rejection(draft: Draft, out: TargetOut, sampler: Scripted) -> Verdict:
     """Draws the recovered token from p instead of what is left of it."""
     verdict = verify(draft, out, sampler)
-    last = torch.cat([torch.full((len(verdict.path), 1), ABSENT), verdict.path], dim=1)
-    node = last.gather(1, verdict.accepted[:, None])[:, 0]
-    sampler.left_BV = sampler.p_BMV[torch.arange(len(node)), node + 1]
+    after = [path[-1] + 1 if path else 0 for path in verdict.paths]
+    sampler.left_BV = sampler.p_BMV[torch.arange(len(after)), after]
     return verdict
 
 
@@ -266,9 +264,8 @@ def p_one_row_too_late(draft: Draft, out: TargetOut, sampler: Scripted) -> Verdi
     """Compares a token with what the target says after it (PEARL, Alg. 2, lines 29 and 32, taken literally)."""
     late = torch.cat([out.logits[:, 1:], out.logits[:, -1:]], dim=1)
     verdict = verify(draft, TargetOut(logits=late, hidden={}), sampler)
-    last = torch.cat([torch.full((len(verdict.path), 1), ABSENT), verdict.path], dim=1)
-    node = last.gather(1, verdict.accepted[:, None])[:, 0]
-    sampler.left_BV = sampler.p_BMV[torch.arange(len(node)), node + 1]
+    after = [path[-1] + 1 if path else 0 for path in verdict.paths]
+    sampler.left_BV = sampler.p_BMV[torch.arange(len(after)), after]
     return verdict
 
 
@@ -311,7 +308,7 @@ def with_one_number(shape: str, *, numbers: int = 500) -> dict[tuple[int, ...], 
         script = Scripted(p_BMV, chance)
         verdict = verify(draft, TargetOut(logits=p_BMV.log(), hidden={}), script)
         for row, drafted in enumerate(drafts):
-            start = tuple(verdict.tokens[row, : int(verdict.accepted[row])].tolist())
+            start = verdict.tokens[row][: len(verdict.paths[row])]
             for token, chance_of_it in enumerate(script.left_BV[row].tolist()):
                 begun[(*start, token)[:LENGTH]] += drafted.weight / numbers * chance_of_it
     joint: dict[tuple[int, ...], float] = dict.fromkeys(itertools.product(range(VOCAB), repeat=LENGTH), 0.0)
@@ -352,6 +349,6 @@ def test_it_is_the_plain_rule_to_the_last_bit(kind: str) -> None:
             verify(draft, out, sampler([[1, 2, 3]] * 3, samplings, draws="numbers")),
             plain_rejection.verify(draft, out, sampler([[1, 2, 3]] * 3, samplings, draws="numbers")),
         )
-        assert torch.equal(found.path, plain.path) and torch.equal(found.tokens, plain.tokens)
-        accepted += int(found.accepted.sum())
+        assert found == plain
+        accepted += sum(map(len, found.paths))
     assert accepted > 9, "a check in which nothing is accepted shows nothing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
-from paradraft.tree import ABSENT
 from paradraft.verify import load_rule, rule_name
 from paradraft.verify.typical import Typical
 
@@ -77,12 +77,11 @@ def drawn_joint(
     # Where nothing was kept the second token is the target's own of the next round.
     both = joint(first, second, temperature)
     after = both / both.sum(1, keepdim=True)
-    pairs, counts = verdict.tokens[:, :2].unique(dim=0, return_counts=True)
-    for (one, two), count in zip(pairs.tolist(), counts.tolist(), strict=True):
-        if two == ABSENT:
-            found[one] += count * after[one]
+    for begun, count in Counter(tuple(tokens[:2]) for tokens in verdict.tokens).items():
+        if len(begun) == 1:
+            found[begun[0]] += count * after[begun[0]]
         else:
-            found[one, two] += count
+            found[begun] += count
     return found / seeds
 
 
@@ -116,7 +115,7 @@ def test_the_longest_typical_path_is_taken(family: Path) -> None:
     tokens, parents = torch.tensor([[0, 1, 3, 2, 4]]), torch.tensor([[-1, -1, 1, 1, 0]])
     sampler = Sampler([Request(tokens=[1], sampling=Sampling(temperature=1.0, seed=1))])
     verdict = Typical()(Draft(tokens=tokens, parents=parents), TargetOut(logits=logits, hidden={}), sampler)
-    assert verdict.path.tolist() == [[1, 3, -1, -1, -1]] and verdict.tokens[0, :3].tolist() == [1, 2, 4]
+    assert verdict.paths == [[1, 3]] and verdict.tokens == [[1, 2, 4]]
 
 
 def test_greedy_text_is_the_targets(family: Path) -> None:

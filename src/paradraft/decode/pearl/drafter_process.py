@@ -78,8 +78,7 @@ class DraftServer:
 
     def join(self, requests: list[Request]) -> None:
         """See `Drafter`; the prompts are in the requests."""
-        tokens = from_lists([request.tokens for request in requests], self._device)
-        self._drafter.join(requests, Committed(tokens=tokens))
+        self._drafter.join(requests, Committed(tokens=[request.tokens for request in requests]))
 
     def propose(self, lengths: list[int], after: list[list[int]] | None, asked_s: float) -> None:
         """See `Drafter`; answers with the tokens of each row, and the time span of the work."""
@@ -90,7 +89,7 @@ class DraftServer:
 
     def commit(self, tokens: list[list[int]]) -> None:
         """See `Drafter`."""
-        self._drafter.commit(Committed(tokens=from_lists(tokens, self._device)))
+        self._drafter.commit(Committed(tokens=tokens))
 
     def keep(self, rows: list[int]) -> None:
         """See `Drafter`."""

@@ -74,19 +74,18 @@ def decode_round_ahead(batch: AheadBatch) -> RoundOutput:
 def draft_ahead(draft: Draft, verdict: Verdict, window: Draft) -> Draft:
     """The next draft: the rest of the window in rows where draft and bonus token were right, nothing in others.
 
-    >>> verdict = Verdict.of(draft := Draft.chain(torch.tensor([[5, 6]])), torch.tensor([[0, 1]]), torch.tensor([7]))
+    >>> verdict = Verdict.of(draft := Draft.chain(torch.tensor([[5, 6]])), [[0, 1]], [7])
     >>> draft_ahead(draft, verdict, Draft.chain(torch.tensor([[7, 8, 9]]))).tokens.tolist()
     [[8, 9]]
     >>> draft_ahead(draft, verdict, Draft.chain(torch.tensor([[4, 8, 9]]))).tokens.tolist()
     [[]]
     """
-    if not window.tokens.shape[1]:
-        return window
-    is_all_B = verdict.accepted == (draft.tokens != ABSENT).sum(1)
-    own_B = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
-    is_right_B1 = (is_all_B & (own_B == window.tokens[:, 0]))[:, None]
-    rest = Draft.chain(window.tokens[:, 1:])
-    return rest.where(is_right_B1 & (rest.tokens != ABSENT))
+    rows = zip(to_lists(draft.tokens), verdict.paths, verdict.tokens, to_lists(window.tokens), strict=True)
+    rest = [
+        following[1:] if len(path) == len(guesses) and following[:1] == tokens[-1:] else []
+        for guesses, path, tokens, following in rows
+    ]
+    return Draft.chain(from_lists(rest, draft.tokens.device))
 
 
 class DrafterThread:
@@ -168,7 +167,7 @@ class AheadBatch(Batch):
         self._side.begin(self._wanted, Draft.empty(len(is_none), self.target.device))
         window = self.take_window()
         self.clock.lap("draft")
-        self.drafter.commit(Committed(tokens=window.tokens[:, :0]))  # rolls back to the committed text
+        self.drafter.commit(Committed(tokens=[[] for _ in is_none]))  # rolls back to the committed text
         tokens = ragged.joined(to_lists(self.ahead.tokens), to_lists(window.tokens))
         self.ahead = Draft.chain(from_lists(tokens, self.target.device))
 

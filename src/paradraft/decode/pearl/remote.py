@@ -269,7 +269,7 @@ class RemoteDrafter(Drafter):
 
     def commit(self, new: Committed) -> None:
         """See `Drafter`."""
-        self._process.tell("commit", to_lists(new.tokens))
+        self._process.tell("commit", new.tokens)
 
     def keep(self, rows: Tensor) -> None:
         """See `Drafter`."""

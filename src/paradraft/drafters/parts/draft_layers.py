@@ -24,7 +24,7 @@ from paradraft.models.causal_lm import CausalLM, SavedRow
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import gathered
-from paradraft.ragged import upload
+from paradraft.ragged import from_lists, upload
 from paradraft.tree import ABSENT
 
 UNUSED_ROWS = 64
@@ -163,7 +163,7 @@ class DraftLayers:
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """Adds rows after the others; the prefill happens at the first draft."""
         self.lm.join(len(requests))
-        before, after = (self._tokens, prompt.tokens[:, self._unread :])
+        before, after = self._tokens, from_lists(prompt.tokens, self.lm.device)[:, self._unread :]
         most = max(before.shape[1], after.shape[1])
         pad = nn.functional.pad
         self._tokens = torch.cat([pad(rows, (0, most - rows.shape[1]), value=ABSENT) for rows in (before, after)])
@@ -173,18 +173,18 @@ class DraftLayers:
 
     def commit(self, new: Committed) -> None:
         """Adds committed tokens and states to the pending ones."""
-        states = self._states_of(new)
+        tokens, states = from_lists(new.tokens, self.lm.device), self._states_of(new)
         if not self._tokens.shape[1]:
-            self._tokens, self._states = new.tokens, states
+            self._tokens, self._states = tokens, states
             return
-        self._tokens = torch.cat([self._tokens, new.tokens], dim=1)
+        self._tokens = torch.cat([self._tokens, tokens], dim=1)
         self._states = torch.cat([self._states.to(states.dtype), states], dim=1)
         self._tidy()
 
     def _states_of(self, new: Committed) -> Tensor:
         """`[B, M, D]`, or `[B, M, 0]` if no states are read."""
         if not self.layers:
-            return torch.empty(*new.tokens.shape, 0, device=new.tokens.device)
+            return torch.empty(len(new.tokens), max(map(len, new.tokens)), 0, device=self.lm.device)
         if self._fuse is None:
             return new.hidden[self.layers[0]]
         return self._fuse(side_by_side({layer: new.hidden[layer] for layer in self.layers}))

@@ -13,6 +13,7 @@ from torch import Tensor
 from paradraft.core import Committed, Request
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM
+from paradraft.ragged import upload
 
 
 class LastStates:
@@ -30,11 +31,14 @@ class LastStates:
         """Adds the last token of each prompt, and the state before it."""
         states_bD = prompt.last_hidden(FINAL_NORM)
         self.states_BD = torch.cat([self.states_BD.to(states_bD.dtype), states_bD])
-        self.tokens_B = torch.cat([self.tokens_B, prompt.last_tokens()])
+        self.tokens_B = torch.cat([self.tokens_B, self._last_tokens(prompt)])
 
     def commit(self, new: Committed) -> None:
         """Keeps the last committed token, and the state before it."""
-        self.states_BD, self.tokens_B = new.last_hidden(FINAL_NORM), new.last_tokens()
+        self.states_BD, self.tokens_B = new.last_hidden(FINAL_NORM), self._last_tokens(new)
+
+    def _last_tokens(self, new: Committed) -> Tensor:
+        return upload([tokens[-1] for tokens in new.tokens], self._lm.device)
 
     def keep(self, rows: Tensor) -> None:
         """See `Drafter`."""

@@ -42,7 +42,7 @@ class PendingTokens:
 
     def commit(self, new: Committed) -> None:
         """Appends the committed tokens."""
-        self.add(ragged.to_lists(new.tokens))
+        self.add(new.tokens)
 
     def keep(self, rows: Tensor) -> None:
         """See `Drafter`."""

@@ -12,20 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from paradraft.core import Committed, Draft, Request, TargetOut, TextDrafter, Verdict
+from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
 from paradraft.decode.batch import Batch
 from paradraft.decode.generation import Generation
 from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.decode.pearl.pearl import AheadBatch
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.pard import PardDrafter
+from paradraft.drafters.parts.text_drafter import TextDrafter
 from paradraft.engine.loader import load
 from paradraft.engine.speculation import Speculation
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.parents import texts_before
-from paradraft.ragged import from_lists
+from paradraft.ragged import from_lists, to_lists
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.traits import Traits
@@ -188,7 +189,7 @@ class ScriptedTarget(Target):
 
     def commit(self, verdict: Verdict, out: TargetOut) -> Committed:
         committed = super().commit(verdict, out)
-        self.said += int((committed.tokens != ABSENT).sum())
+        self.said += sum(map(len, committed.tokens))
         return committed
 
 
@@ -240,10 +241,9 @@ def off_by_one(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
 
 def unverified_tail(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     """The public code's answer, which ends with what was drafted."""
-    path = torch.arange(draft.tokens.shape[1]).expand_as(draft.tokens).masked_fill(draft.tokens == ABSENT, ABSENT)
-    last = (draft.tokens != ABSENT).sum(1)
-    drawn = sampler.draw(out.logits, torch.arange(out.logits.shape[1])[None].expand(len(last), -1))
-    return Verdict.of(draft, path, drawn.gather(1, last[:, None])[:, 0])
+    paths = [list(range(len(tokens))) for tokens in to_lists(draft.tokens)]
+    drawn = sampler.draw(out.logits, torch.arange(out.logits.shape[1])[None].expand(len(paths), -1)).tolist()
+    return Verdict.of(draft, paths, [own[len(path)] for own, path in zip(drawn, paths, strict=True)])
 
 
 @pytest.mark.parametrize("wrong", [off_by_one, unverified_tail])

@@ -468,7 +468,7 @@ def test_a_late_answer_is_no_answer_to_the_next_question(remote: Engine) -> None
     """Guards windows against those of a question whose answer nobody has waited for."""
     drafter = remote.drafter
     drafter.start(Drafting(), torch.device("cpu"))
-    drafter.join([Request(id=0, tokens=[1, 2, 3], max_new_tokens=9)], Committed(tokens=torch.tensor([[1, 2, 3]])))
+    drafter.join([Request(id=0, tokens=[1, 2, 3], max_new_tokens=9)], Committed(tokens=[[1, 2, 3]]))
     drafter.begin([5], None)
     assert drafter.propose([2]).tokens.shape == (1, 2)
     drafter.begin([5], None)
