@@ -33,7 +33,8 @@ from paradraft.data.chat import conversation_samples
 from paradraft.data.samples import Sample
 from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.quantized import GROUP, QuantizedTensor, rounded_to_8_bits
+from paradraft.models.quantization import rounded_to_8_bits
+from paradraft.models.quantized import GROUP, QuantizedTensor
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import tokenizer_of
 from paradraft.sources.target_loading import load_target

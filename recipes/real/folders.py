@@ -18,7 +18,7 @@ from transformers.utils import logging
 from fetch import CODER_05B, REAL, SMOLLM2
 from paradraft.formats.folder import save_model
 from paradraft.formats.gguf import SUFFIX
-from paradraft.sources import gguf_model
+from paradraft.sources import gguf_config
 from paradraft.sources.loading import load_tokenizer
 
 
@@ -43,7 +43,7 @@ def make_folder(file: Path, folder: Path) -> None:
     """
     if (folder / "config.json").is_file():
         return
-    tokenizer, config = load_tokenizer(str(file)), gguf_model.config_of(str(file))
+    tokenizer, config = load_tokenizer(str(file)), gguf_config.config_of(str(file))
     logging.set_verbosity_error()  # it would advise another dtype
     read = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.bfloat16, trust_remote_code=False
@@ -54,7 +54,7 @@ def make_folder(file: Path, folder: Path) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()
-    model.generation_config = gguf_model.generation_config_of(str(file))
+    model.generation_config = gguf_config.generation_config_of(str(file))
     save_model(folder, model, tokenizer)
 
 

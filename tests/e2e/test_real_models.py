@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from fetch import NOT_TO_BE_HAD, NotToBeHadError, RealFile, fetch
 from folders import folder_of, make_folder
-from paradraft.sources.gguf_model import generation_config_of
+from paradraft.sources.gguf_config import generation_config_of
 from paradraft.sources.loading import load_tokenizer
 from tests.support.gguf_files import tiny_model, tiny_tokenizer, write_gguf
 

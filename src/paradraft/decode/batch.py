@@ -29,7 +29,6 @@ from paradraft.decode.prefix_cache import CachedRow, PrefixCache
 from paradraft.decode.sequential import decode_round
 from paradraft.decode.stats import Clock
 from paradraft.models.target import Target
-from paradraft.parents import depths
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import Tree
@@ -238,8 +237,9 @@ class Batch:
         draft = self.lengths.cut(draft)
         if draft.tokens.shape[1] <= min(self._most):
             return draft
-        is_kept_BN = depths(draft.parents) < upload(self._most, draft.tokens.device)[:, None]
-        return draft if is_kept_BN.all() else draft.where(is_kept_BN)
+        rows = zip(*draft.lists, self._most, strict=True)
+        are_kept = [[depth <= most for depth in depths_of_row(*row)] for *row, most in rows]
+        return draft if all(map(all, are_kept)) else draft.where(upload(are_kept, draft.tokens.device) > 0)
 
     def logprobs(self, out: TargetOut, verdict: Verdict) -> dict[int, list[TokenLogprobs]]:
         """Logprobs of the committed tokens of a round, by id, for requests with `logprobs`."""

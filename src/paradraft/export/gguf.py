@@ -20,7 +20,8 @@ from paradraft.formats.gguf import PARD_MASKS, PARD_TOKEN
 from paradraft.formats.gguf_blocks import KINDS, NAMES
 from paradraft.formats.pard import declared_mask_id
 from paradraft.models.architectures import FAMILIES, head_size, spec_of
-from paradraft.sources.gguf_model import INNER, ROPE, llama3_factors, names_of, row_order, settings_of
+from paradraft.sources.gguf_config import ROPE, llama3_factors, settings_of
+from paradraft.sources.gguf_model import INNER, names_of, row_order
 from paradraft.text.generation_config import end_ids
 
 FILE = "model.gguf"

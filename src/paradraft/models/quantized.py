@@ -11,100 +11,23 @@ Shape letters: M tokens, N outputs, K inputs, B blocks of inputs, G groups of in
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from enum import IntEnum
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from paradraft.formats.gguf_blocks import Numbers, Products
+from paradraft.models.quantized_format import BLOCK, FORMATS, SUPERBLOCK, Format, NumberKind
 
-BLOCK = 32
-"""Inputs of a token that share a scale."""
 GROUP = 32
 """Weights that share a scale when quantized to 4 bits here, as in Q4_0."""
 LARGEST = 127
 """Largest 8-bit integer of inputs and weights, and minus the smallest; -128 could overflow a CPU's sums."""
 OUTPUTS_AT_ONCE = 4096
 """Outputs that torch dequantizes at a time, to save memory."""
-SHRINKINGS = 16
-"""Candidate scales of a group of 4-bit weights."""
-ROUNDED_AT_ONCE = 2**17
-"""Weights that are quantized at a time, so that all intermediate results stay in the CPU cache."""
-KEPT_IN_8_BITS = ("k_proj", "v_proj")
-"""Layers that keep 8 bits where others get 4, if several query heads share a key/value head."""
-ROUNDING = 2
-"""Version of the quantization; weights that another version has stored are not reused."""
-SUPERBLOCK = 256
-"""Inputs that share the factors of `Products`."""
 Parts = tuple[Tensor, Numbers, Numbers | None]
-
-
-class NumberKind(IntEnum):
-    """Storage of scales or offsets: none, float32, float16, or `Products`."""
-
-    NONE = 0
-    FLOATS = 1
-    HALVES = 2
-    PRODUCTS = 3
-
-    @staticmethod
-    def of(numbers: Numbers | None) -> NumberKind:
-        """The kind of scales or offsets."""
-        if numbers is None:
-            return NumberKind.NONE
-        if isinstance(numbers, Products):
-            return NumberKind.PRODUCTS
-        return NumberKind.HALVES if numbers.dtype == torch.float16 else NumberKind.FLOATS
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the numbers, or of the factors of products."""
-        return torch.float32 if self is NumberKind.FLOATS else torch.float16
-
-
-class Format(NamedTuple):
-    """The storage format of quantized weights.
-
-    Args:
-        bits: 4, 5, 6 or 8.
-        group: inputs that share a scale; 0 if an output has one scale and no offset.
-        scales: their kind.
-        offsets: likewise.
-    """
-
-    bits: int
-    group: int
-    scales: NumberKind
-    offsets: NumberKind
-
-    @property
-    def is_known(self) -> bool:
-        """Whether there is a kernel for it."""
-        is_block = self.group <= BLOCK or NumberKind.PRODUCTS not in (self.scales, self.offsets)
-        return is_block and self.bits in _FORMATS[min(self.group, BLOCK)].get((self.scales, self.offsets), ())
-
-    def stored_bytes(self, outputs: int, inputs: int) -> int:
-        """Bytes of weights, scales and offsets."""
-        groups = -(-inputs // self.group) if self.group else 1
-        total = inputs * self.bits / 8
-        for kind in (self.scales, self.offsets):
-            if kind is NumberKind.PRODUCTS:
-                total += inputs // SUPERBLOCK * 2 + groups * (1 if self.offsets is NumberKind.NONE else 6 / 8)
-            elif kind is not NumberKind.NONE:
-                total += groups * kind.dtype.itemsize
-        return round(outputs * total)
-
-
-_N, _F, _H, _P = NumberKind
-_FORMATS: dict[int, dict[tuple[NumberKind, NumberKind], tuple[int, ...]]] = {
-    0: {(_F, _N): (4, 8), (_H, _N): (4, 8)},
-    16: {(_P, _N): (6,)},
-    32: {(_H, _N): (4, 5, 8), (_H, _H): (4, 5), (_H, _F): (4,), (_F, _N): (4,), (_F, _F): (4,), (_P, _P): (4, 5)},
-}
-"""Bits with a kernel, by group size (32 stands for larger ones too) and kinds of scales and offsets."""
 
 
 @runtime_checkable
@@ -163,7 +86,7 @@ class QuantizedTensor(Tensor):
         kinds = NumberKind.of(scales), NumberKind.of(offsets)
         stored_group = group
         if group == values.shape[-1]:
-            has_one_scale = bits in _FORMATS[0].get(kinds, ())
+            has_one_scale = bits in FORMATS[0].get(kinds, ())
             stored_group = 0 if has_one_scale else -(-group // BLOCK) * BLOCK
         format = Format(bits, stored_group, *kinds)
         _check(values, scales, offsets, format, group)
@@ -290,99 +213,6 @@ def _check(values: Tensor, scales: Numbers, offsets: Numbers | None, format: For
 def _spread(groups: Tensor, group: int, inputs: int) -> Tensor:
     """Expands the numbers of groups `[…, G]` to inputs `[…, K]`."""
     return groups[..., None].expand(*groups.shape, group).flatten(-2)[..., :inputs]
-
-
-def round_linears(model: nn.Module, bits: int, head: nn.Module) -> None:
-    """Quantizes the linear layers of a model on the CPU, in place: the head to 8 bits, the others as `bits_of` says.
-
-    A tied head is untied.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            weight = rounded(module.weight, 8 if module is head else bits_of(name, module.weight, bits))
-            module.weight = nn.Parameter(weight, requires_grad=False)
-
-
-def bits_of(name: str, weight: Tensor, bits: int) -> int:
-    """The bits of a linear layer, other than the head, of a model that is quantized to 8 or 4 bits.
-
-    In a 4-bit model, projections of shared keys and values keep 8 bits, because an error in one of them is an error in
-    all query heads that share it. With fewer key/value heads than query heads these are a few percent of the weights.
-    With as many of both they are half of an attention's weights, and get 4 bits like all others.
-
-    Args:
-        name: of the layer; its last part decides.
-        weight: `[N, K]`.
-        bits: of the model, 8 or 4.
-
-    >>> bits_of("layers.0.self_attn.v_proj", torch.zeros(192, 576), 4)
-    8
-    >>> bits_of("layers.0.mlp.down_proj", torch.zeros(576, 1536), 4)
-    4
-    """
-    is_shared = name.endswith(KEPT_IN_8_BITS) and weight.shape[0] < weight.shape[1]
-    return 8 if is_shared else bits
-
-
-def rounded(weight: Tensor, bits: int) -> QuantizedTensor:
-    """Quantizes weights `[N, K]` to 8 or 4 bits."""
-    return rounded_to_8_bits(weight) if bits == 8 else rounded_to_4_bits(weight)
-
-
-def rounded_to_8_bits(weight: Tensor) -> QuantizedTensor:
-    """Quantizes weights `[N, K]` to 8 bits, with a scale for each output.
-
-    >>> rounded_to_8_bits(torch.tensor([[1.0, -0.5, 0.004]])).parts[0].tolist()
-    [[127, -64, 1]]
-    """
-    outputs, inputs = weight.shape
-    values = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(outputs, 1, dtype=torch.float32, device=weight.device)
-    for rows in _slices(weight):
-        numbers = weight[rows].detach().float()
-        scales[rows] = numbers.abs().amax(dim=1, keepdim=True) / LARGEST
-        values[rows] = (numbers / scales[rows].where(scales[rows] > 0, 1.0)).round_().clamp_(-LARGEST, LARGEST)
-    return QuantizedTensor(values, scales, bits=8, group=inputs, dtype=weight.dtype)
-
-
-def rounded_to_4_bits(weight: Tensor) -> QuantizedTensor:
-    """Quantizes weights `[N, K]` to 4 bits, with a float16 scale for each `GROUP` inputs.
-
-    As in Q4_0 of llama.cpp, the scale maps the weight of the largest magnitude to -8, or to a value near it: of
-    `SHRINKINGS` scales the one with the smallest sum of squared errors is taken.
-    """
-    outputs, inputs = weight.shape
-    values = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(outputs, -(-inputs // GROUP), dtype=torch.float16, device=weight.device)
-    for rows in _slices(weight):
-        numbers = functional.pad(weight[rows].detach().float(), (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
-        best = _best_scales(numbers)
-        values[rows] = _integers(numbers, best).flatten(1)[:, :inputs]
-        scales[rows] = best[:, :, 0]
-    return QuantizedTensor(values, scales, bits=4, group=GROUP, dtype=weight.dtype)
-
-
-def _slices(weight: Tensor) -> Iterator[slice]:
-    """The outputs in pieces that are quantized at a time."""
-    rows = max(ROUNDED_AT_ONCE // max(weight.shape[1], 1), 1)
-    return (slice(first, first + rows) for first in range(0, len(weight), rows))
-
-
-def _best_scales(numbers: Tensor) -> Tensor:
-    """`[N, G, 1]` the scales of `rounded_to_4_bits`, as float32, for groups `[N, G, GROUP]`."""
-    largest = numbers.gather(2, numbers.abs().argmax(dim=2, keepdim=True))
-    best_error, best_scales = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
-    for step in range(SHRINKINGS):
-        scales = (largest / (-8.5 + step / SHRINKINGS * 2)).half().float()
-        error = _integers(numbers, scales).mul_(scales).sub_(numbers).square_().sum(dim=2, keepdim=True)
-        is_better = error < best_error
-        best_error, best_scales = error.where(is_better, best_error), scales.where(is_better, best_scales)
-    return best_scales
-
-
-def _integers(numbers: Tensor, scales: Tensor) -> Tensor:
-    """The 4-bit integers of numbers, as float32."""
-    return (numbers / scales.where(scales != 0, 1.0)).round_().clamp_(-8, 7)
 
 
 def keep_parts(model: nn.Module) -> None:

@@ -28,7 +28,7 @@ from paradraft.models.architectures import context_of, experts_settings, spec_of
 from paradraft.models.config_check import check_architecture
 from paradraft.models.names import POCKET, check_has_weights, is_shape
 from paradraft.models.runtime import AUTO, DTYPES, QUANTIZED, STORED, Runtime
-from paradraft.sources import gguf_model, hub, packed_folder
+from paradraft.sources import gguf_config, gguf_model, hub, packed_folder
 from paradraft.sources.gguf_tokenizer import check_same_tokens, gguf_tokenizer
 from paradraft.sources.loading_errors import is_no_table, loading_of, some_of, without_bars
 from paradraft.sources.presets import id_tokenizer, shape_of
@@ -83,7 +83,7 @@ def load_config(name: str) -> PretrainedConfig:
     """
     check_has_weights(name)
     if is_gguf(name):
-        return gguf_model.config_of(name)
+        return gguf_config.config_of(name)
     check_index(Path(name))
     with loading_of(f"model {name!r}"):
         try:
@@ -143,7 +143,7 @@ def load_generation_config(name: str) -> GenerationConfig:
     """
     config = load_config(name)
     if is_gguf(name):
-        return gguf_model.generation_config_of(name)
+        return gguf_config.generation_config_of(name)
     with loading_of(f"model {name!r}"):
         try:
             generation = GenerationConfig.from_pretrained(name)

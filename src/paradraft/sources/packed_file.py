@@ -44,7 +44,9 @@ from paradraft.models.forward.cpu.build import (
 )
 from paradraft.models.forward.cpu.matrix import PackedRows, Panels
 from paradraft.models.names import is_shape
-from paradraft.models.quantized import ROUNDING, Format, NumberKind, QuantizedTensor
+from paradraft.models.quantization import ROUNDING
+from paradraft.models.quantized import QuantizedTensor
+from paradraft.models.quantized_format import Format, NumberKind
 from paradraft.sources.packed_cache import LEAST_FREE, SOURCE, make_room, mark_as_read
 
 LOG = logging.getLogger(__name__)

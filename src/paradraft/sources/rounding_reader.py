@@ -14,7 +14,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paradraft.models.quantized import GROUP, Format, NumberKind, Parts, QuantizedTensor, bits_of, rounded
+from paradraft.models.quantization import bits_of, rounded
+from paradraft.models.quantized import GROUP, Parts, QuantizedTensor
+from paradraft.models.quantized_format import Format, NumberKind
 
 
 def files_of(name: str, model: PreTrainedModel) -> dict[str, Path] | None:

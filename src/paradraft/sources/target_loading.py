@@ -25,8 +25,8 @@ from paradraft.models.forward.cpu.model import can_serve
 from paradraft.models.forward.cpu.self_check import OtherLogitsError
 from paradraft.models.forward.pipeline import StageModel, split
 from paradraft.models.names import is_shape
-from paradraft.models.quantization import quantize
-from paradraft.models.quantized import GROUP, bits_of
+from paradraft.models.quantization import bits_of, quantize
+from paradraft.models.quantized import GROUP
 from paradraft.models.runtime import QUANTIZED, STORED, Runtime
 from paradraft.models.target import Target
 from paradraft.placement import Stage

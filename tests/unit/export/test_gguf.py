@@ -12,7 +12,7 @@ from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen3Config
 
 from paradraft.export.gguf import check_config, write_gguf
-from paradraft.sources.gguf_model import config_of
+from paradraft.sources.gguf_config import config_of
 from tests.support.random_models import random_model
 
 

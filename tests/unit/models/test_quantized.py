@@ -12,28 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from paradraft.formats.gguf_blocks import Products
+from paradraft.models import quantized_format
 from paradraft.models.forward.cpu.matrix import PackedMatrix
-from paradraft.models.quantization import stored_bytes, stored_parts
-from paradraft.models.quantized import (
-    _FORMATS,
-    BLOCK,
-    Format,
-    NumberKind,
-    QuantizedTensor,
-    _fused,
-    plain_product,
+from paradraft.models.quantization import (
     round_linears,
     rounded,
-    rounded_inputs,
     rounded_to_4_bits,
     rounded_to_8_bits,
+    stored_bytes,
+    stored_parts,
 )
+from paradraft.models.quantized import QuantizedTensor, _fused, plain_product, rounded_inputs
+from paradraft.models.quantized_format import BLOCK, Format, NumberKind
 from paradraft.models.runtime import Runtime
 
 SHAPES = [(70, 96), (5, 32), (3, 100), (130, 33), (65, 320), (1, 7)]
 FORMATS = [
     Format(bits, group, *kinds)
-    for least, known in _FORMATS.items()
+    for least, known in quantized_format.FORMATS.items()
     for group in ((least,) if least < 32 else (32, 64))
     for kinds, all_bits in known.items()
     for bits in all_bits

@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 
 from paradraft.formats.gguf import read_gguf
 from paradraft.models import architectures
-from paradraft.models.quantized import Format, NumberKind, QuantizedTensor
+from paradraft.models.quantized import QuantizedTensor
+from paradraft.models.quantized_format import Format, NumberKind
 from paradraft.models.runtime import Runtime
-from paradraft.sources.gguf_model import row_order, shortest
+from paradraft.sources.gguf_config import shortest
+from paradraft.sources.gguf_model import row_order
 from paradraft.sources.loading import load_config, load_generation_config, settled
 from paradraft.sources.stored_weights import assembled
 from paradraft.sources.target_loading import load_target, weights_bytes

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paradraft.drafters import drafter_names
 from paradraft.engine.loader import load
-from paradraft.models import quantized
+from paradraft.models import quantization
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu import build, matrix
 from paradraft.models.quantized import QuantizedTensor
@@ -304,7 +304,7 @@ def test_a_new_version_of_the_rounding_is_used(
 ) -> None:
     """Guards an update of the program against the weights of the one before."""
     lm_of(family / "target")
-    monkeypatch.setattr(packed_file, "ROUNDING", quantized.ROUNDING + 1)
+    monkeypatch.setattr(packed_file, "ROUNDING", quantization.ROUNDING + 1)
     no_rounding()
     with pytest.raises(AssertionError, match="that is on disk"):
         lm_of(family / "target")
@@ -563,8 +563,8 @@ def test_other_checkpoints_are_read_by_transformers(
 def test_weights_are_rounded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards rounding against its speed: all outputs at once give the same numbers."""
     weight = torch.randn(70, 100, generator=torch.Generator().manual_seed(2)).bfloat16()
-    whole = [rounded(weight).parts for rounded in (quantized.rounded_to_8_bits, quantized.rounded_to_4_bits)]
-    monkeypatch.setattr(quantized, "ROUNDED_AT_ONCE", 900)
-    pieces = [rounded(weight).parts for rounded in (quantized.rounded_to_8_bits, quantized.rounded_to_4_bits)]
+    whole = [rounded(weight).parts for rounded in (quantization.rounded_to_8_bits, quantization.rounded_to_4_bits)]
+    monkeypatch.setattr(quantization, "ROUNDED_AT_ONCE", 900)
+    pieces = [rounded(weight).parts for rounded in (quantization.rounded_to_8_bits, quantization.rounded_to_4_bits)]
     for before, after in zip(whole, pieces, strict=True):
         assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])

@@ -8,10 +8,12 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.audit.server.counters import Counters, counters_of, fault_of_counters
-from paradraft.audit.server.draft_causes import DraftComparison, DraftModel, compare, rounds_of
+from paradraft.audit.server.draft_causes import DraftComparison, compare, rounds_of
+from paradraft.audit.server.draft_passes import DraftModel
 from paradraft.audit.server.endpoint import AuditedServer, Served, ServerPrompt
+from paradraft.audit.server.findings import Read
 from paradraft.audit.server.prompt_causes import expected_ids, fault_of_prompt, fault_that_fits
-from paradraft.audit.server.served import Read, ServedReport, fits, judge
+from paradraft.audit.server.served import ServedReport, fits, judge
 from paradraft.audit.server.tables import Reference
 from paradraft.text.chat_template import Message
 

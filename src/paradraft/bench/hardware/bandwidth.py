@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paradraft.models.forward.cpu.build import CannotBuildError
 from paradraft.models.forward.cpu.matrix import PackedMatrix
-from paradraft.models.quantized import rounded_to_8_bits
+from paradraft.models.quantization import rounded_to_8_bits
 
 TRIES, MOST_S = 7, 0.3
 """Most tries of a measurement, and the time after which no other begins."""

@@ -29,7 +29,8 @@ from paradraft.text.chat_template import Message
 from paradraft.wording import number_of
 
 if TYPE_CHECKING:
-    from paradraft.audit.server.draft_causes import DraftComparison, DraftModel
+    from paradraft.audit.server.draft_causes import DraftComparison
+    from paradraft.audit.server.draft_passes import DraftModel
     from paradraft.audit.server.endpoint import AuditedServer
     from paradraft.audit.server.served import ServedReport
     from paradraft.audit.server.tables import Reference
@@ -192,7 +193,8 @@ def _reference(
 
 def _draft_model(args: AuditArgs, draft: str, vocabulary: Vocabulary, is_k_given: bool) -> DraftModel:
     """Loads the server's draft model; raises ValueError for a head that reads the target's hidden states."""
-    from paradraft.audit.server.draft_causes import DraftModel, special_ids
+    from paradraft.audit.server.draft_causes import special_ids
+    from paradraft.audit.server.draft_passes import DraftModel
     from paradraft.drafters.parts.draft_loading import draft_runtime
     from paradraft.formats.head import is_head
     from paradraft.formats.pard import RANK, TRAINED_LENGTH, mask_token_id

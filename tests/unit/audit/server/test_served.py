@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.audit.server.draft_causes import DraftModel
+from paradraft.audit.server.draft_passes import DraftModel
 from paradraft.audit.server.endpoint import AuditedServer
 from paradraft.audit.server.endpoint_audit import audit_endpoint
 from paradraft.audit.server.served import ServedReport

@@ -20,8 +20,9 @@ from paradraft.models.forward.cpu.build import library
 from paradraft.models.forward.cpu.matrix import WrongPassError
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.cpu.self_check import TOKENS, Figures, figures_of, readings_of, text_for
-from paradraft.models.quantization import quantize
-from paradraft.models.quantized import Format, Parts, QuantizedTensor, rounded_to_8_bits
+from paradraft.models.quantization import quantize, rounded_to_8_bits
+from paradraft.models.quantized import Parts, QuantizedTensor
+from paradraft.models.quantized_format import Format
 from tests.support.pass_faults import WHERE_ROUNDED, faults_of, faulty, offsets_ignored, unchanged
 from tests.support.random_models import KINDS_OF_MODELS, SIZES, random_model
 from tests.support.real_statistics import MASSIVE, SPECIAL, VOCABULARIES, realistic_model

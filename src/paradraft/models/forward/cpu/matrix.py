@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from paradraft.formats.gguf_blocks import Numbers, Products
 from paradraft.models.forward.cpu.build import library
 from paradraft.models.forward.cpu.threads import one_torch_thread
-from paradraft.models.quantized import SUPERBLOCK, Format, NumberKind, Parts, QuantizedTensor, numbers_of
+from paradraft.models.quantized import Parts, QuantizedTensor, numbers_of
+from paradraft.models.quantized_format import SUPERBLOCK, Format, NumberKind
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """Storage types of weights, with their codes in `gemm.h`."""
