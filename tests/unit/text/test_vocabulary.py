@@ -14,7 +14,7 @@ from paradraft.text.vocabulary import (
     unsaid_id,
     used_rows,
 )
-from paradraft.train.drafters.pard import add_mask_token
+from paradraft.train.init.adaptation import add_mask_token
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 
 

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from paradraft.engine.loader import load
 from paradraft.formats import folder
-from paradraft.train.drafters.pard import PardRecipe, add_mask_token
+from paradraft.train.drafters.pard import PardRecipe
+from paradraft.train.init.adaptation import add_mask_token
 from paradraft.train.init.init_draft import make
 from paradraft.train.init.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit
 from paradraft.train.recipe_file import load_recipe

@@ -33,8 +33,8 @@ def run_with_display(recipe: R, build: Builder[R]) -> None:
     """
     from paradraft.train.run import launch
     from paradraft.train.run.checkpoint import STATE
+    from paradraft.train.run.processes import StoppedError
     from paradraft.train.run.provenance import read_record
-    from paradraft.train.run.stopping import StoppedError
 
     console = terminal.console()
     console.quiet = not is_main_process()
@@ -171,7 +171,7 @@ def train(
         from paradraft.train.init.templates import write_template
         from paradraft.train.recipe_file import load_recipe, settings_of
         from paradraft.train.run.model_card import next_steps
-        from paradraft.train.run.stopping import StoppedError
+        from paradraft.train.run.processes import StoppedError
 
     if settings:
         for key, field in settings_of(recipe_class(module)).items():

@@ -34,7 +34,7 @@ from paradraft.train.drafters.heads import (
 )
 from paradraft.train.objectives.batch import Drop, TrainingBatch
 from paradraft.train.objectives.losses import IGNORED
-from paradraft.train.objectives.previous_token import corrected
+from paradraft.train.objectives.objective import corrected
 from paradraft.train.objectives.rows import attention_mask
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.recipe import Part

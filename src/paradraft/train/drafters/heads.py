@@ -30,10 +30,9 @@ from paradraft.sources.loading import load_model, load_skeleton, locate
 from paradraft.text.vocabulary import check_rows, used_rows
 from paradraft.train import memory
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
-from paradraft.train.objectives.features import FeatureCache
 from paradraft.train.objectives.losses import Divergence
 from paradraft.train.objectives.objective import LOGITS, loss_of_rows
-from paradraft.train.objectives.teacher import Teacher
+from paradraft.train.objectives.teacher import FeatureCache, Teacher
 from paradraft.train.recipe import Recipe
 from paradraft.train.trainee import RunData
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast
 
 import numpy as np
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from peft import PeftModel
+from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,31 +17,15 @@ from paradraft.data.samples import Sample
 from paradraft.drafters.parts.draft_loading import load_draft_lm
 from paradraft.drafters.parts.previous_token import MOST_RANK, PreviousTokenHead, load_head, new_head, stored_head
 from paradraft.formats.folder import save_model
-from paradraft.formats.pard import (
-    PREVIOUS_TOKEN_HEAD,
-    TRAINED_LENGTH,
-    check_ends_nothing,
-    declare_masks,
-    declared_mask_id,
-    forget_masks,
-)
+from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, TRAINED_LENGTH, check_ends_nothing, forget_masks
 from paradraft.models.architectures import context_of, spec_of
 from paradraft.models.output_head import check_linear
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sources.loading import load_config, load_model, load_skeleton, locate
-from paradraft.text.tokenization import text_of
-from paradraft.text.vocabulary import (
-    check_rows,
-    end_ids,
-    free_id,
-    resize,
-    role_ids,
-    set_to_mean,
-    unsaid_id,
-    used_rows,
-)
+from paradraft.text.vocabulary import check_rows, used_rows
 from paradraft.train import memory
+from paradraft.train.init.adaptation import Lora, add_mask_token, with_adapters
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
 from paradraft.train.objectives.losses import Divergence
 from paradraft.train.objectives.objective import Objective
@@ -52,16 +35,6 @@ from paradraft.train.trainee import RunData
 
 ORDINARY_K = 4
 """K when an ordinary draft is measured."""
-
-
-class Lora(BaseModel):
-    """Low-rank adapters in place of full training (Hu et al. 2021); merged into the weights at the end."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    rank: int = Field(default=16, ge=1, description="of the adapters")
-    alpha: int = Field(default=32, ge=1, description="their scale is alpha / rank")
-    targets: str | list[str] = Field(default="all-linear", description="names of the layers that get one")
 
 
 class PardRecipe(Recipe):
@@ -165,29 +138,6 @@ class PardRecipe(Recipe):
     def identity(self) -> dict[str, Any]:
         """See `Recipe`. Excludes the class, because the first runs, before other recipes existed, did not record it."""
         return {key: value for key, value in super().identity.items() if key != "recipe"}
-
-
-def with_adapters(model: PreTrainedModel, lora: Lora, masks: list[int], *, seed: int) -> PeftModel:
-    """Adds adapters to a model, in place, and freezes all other weights except the embeddings of the masks.
-
-    Raises:
-        ValueError: the model has no layers of these names.
-    """
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=lora.targets,
-        trainable_token_indices=masks or None,
-        task_type="CAUSAL_LM",
-    )
-    try:
-        with torch.random.fork_rng(), warnings.catch_warnings():
-            # peft still uses a property name that `transformers` has deprecated.
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            torch.manual_seed(seed)
-            return cast(PeftModel, get_peft_model(model, config))
-    except ValueError as error:
-        raise ValueError(f"lora: {str(error).splitlines()[0]}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,48 +330,3 @@ def _load_teacher(name: str, data: RunData, drafter: InitialDrafter) -> Teacher:
     )
     teacher.model.set_attn_implementation(drafter.model.config._attn_implementation)
     return teacher
-
-
-def add_mask_token(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_id: int | None = None, *, masks: int = 1
-) -> int:
-    """Chooses the mask token, sets its embedding to the mean of all others, and returns its id.
-
-    By default one id serves all depths. A model that already has a mask token keeps it. Otherwise it is an id that no
-    text uses (`free_id`), a special token that the model never learnt to output (`unsaid_id`), or an added row. The
-    id is written into the model's config as `pard_token`, `mask_token_id` and `spd_type`, which engines read.
-
-    Args:
-        tokenizer: shows which rows are in use.
-        masks: count of consecutive mask ids, one for each depth; the last serves all deeper ones. Only paradraft reads
-            the count, `pard_masks` in the config.
-
-    Raises:
-        ValueError: `mask_id` is outside the embedding, or has a text, or ends texts; or there are too few free rows
-            after the tokenizer's last id.
-    """
-    known = declared_mask_id(model.config)
-    rows, used = model.get_input_embeddings().weight.shape[0], used_rows(tokenizer)
-    if mask_id is not None and not 0 <= mask_id < rows:
-        raise ValueError(f"mask_token_id={mask_id} is outside the embedding of {rows} rows: use a free one of them")
-    if mask_id is not None and (text := text_of(mask_id, tokenizer)) is not None:
-        raise ValueError(f"mask_token_id={mask_id} is {text!r}, which could then not be said: use an id without a text")
-    chosen = known if mask_id is None else mask_id
-    if chosen is None:
-        reserved = role_ids(model.config, model.generation_config)
-        chosen = free_id(tokenizer, rows, reserved)
-        if chosen is None:
-            chosen = unsaid_id(tokenizer, model.get_output_embeddings().weight, reserved)
-    if chosen is None:
-        chosen = max(rows, used)
-        resize(model, chosen + 1, used)
-    if masks > 1 and not used <= chosen <= model.get_input_embeddings().weight.shape[0] - masks:
-        raise ValueError(
-            f"distinct_masks: {masks} ids from {chosen} on are not all free in the embedding: lower k or share one mask"
-        )
-    ends = {tokenizer.eos_token_id, *end_ids(model)}
-    check_ends_nothing(range(chosen, chosen + masks), ends, tokenizer, model.name_or_path or "the model")
-    if chosen != known:
-        set_to_mean(model, slice(chosen, chosen + masks), used)
-    declare_masks(model.config, chosen, masks)
-    return int(chosen)

@@ -16,11 +16,11 @@ from paradraft.train.recipe import Recipe
 from paradraft.train.run import progress, provenance
 from paradraft.train.run.checkpoint import Checkpoints, State, exclusive
 from paradraft.train.run.disk import estimate
+from paradraft.train.run.processes import as_one, stop_requests
 from paradraft.train.run.progress import Report
 from paradraft.train.run.provenance import difference
 from paradraft.train.run.setup import Preparation, prepare
-from paradraft.train.run.stopping import stop_requests
-from paradraft.train.run.trainer import Loop, as_one
+from paradraft.train.run.trainer import Loop
 from paradraft.train.trainee import Builder, R
 
 CHECKPOINT = "checkpoint"
@@ -61,7 +61,7 @@ def train(
         announce: called in the main process with lines for the user: a summary before the first step, and the
             expected duration after some steps.
 
-    Ctrl-C and SIGTERM end the step, write a checkpoint and stop the run; see `paradraft.train.run.stopping`.
+    Ctrl-C and SIGTERM end the step, write a checkpoint and stop the run; see `paradraft.train.run.processes`.
 
     Returns:
         False if `recipe.out` already contained the drafter.

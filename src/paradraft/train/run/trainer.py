@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from paradraft.data.samples import Sample
@@ -30,47 +30,10 @@ from paradraft.train.run.acceptance import AcceptanceMeter
 from paradraft.train.run.checkpoint import Checkpoints, State
 from paradraft.train.run.expectations import FirstSteps, curves_in_words
 from paradraft.train.run.model_card import model_card
+from paradraft.train.run.processes import STOP_SIGNALS, StoppedError, StopRequest, close
 from paradraft.train.run.progress import BestSoFar, Evaluation, Meter, Report, Score, shares
 from paradraft.train.run.provenance import write_record
 from paradraft.train.run.setup import Preparation
-from paradraft.train.run.stopping import STOP_SIGNALS, StoppedError, StopRequest
-
-
-@contextmanager
-def as_one(accelerator: Accelerator) -> Iterator[None]:
-    """Raises a ValueError of any process in all processes.
-
-    Otherwise the others would wait for it, and only the main process prints errors. Code inside the `with` block must
-    not wait for other processes.
-
-    Raises:
-        ValueError: a process raised it inside; of several that of the first process.
-    """
-    if accelerator.num_processes == 1:
-        yield
-        return
-    mistake: str | None = None
-    try:
-        yield
-    except ValueError as error:
-        mistake = str(error)
-    mistakes = [message for message in gather_object([mistake]) if message is not None]
-    if mistakes:
-        raise ValueError(mistakes[0])
-
-
-def close(accelerator: Accelerator) -> None:
-    """Closes the trackers, and NCCL's process group, which warns if it is left open.
-
-    Gloo's group stays open until the process ends. Its threads may still hold tensors of the last exchange; they need
-    the interpreter lock to free them, while the thread that destroys the group holds the lock and waits for them.
-    """
-    if accelerator.device.type == "cuda":
-        accelerator.end_training()
-        return
-    for tracker in accelerator.trackers:
-        tracker.finish()
-
 
 EVALUATIONS = 10
 """Default number of evaluations of a run."""

@@ -10,7 +10,7 @@ from benchmarks.scripts import cod_cost
 
 from paradraft.data.samples import Sample
 from paradraft.models.causal_lm import CausalLM
-from paradraft.train.drafters.pard import add_mask_token
+from paradraft.train.init.adaptation import add_mask_token
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
 from paradraft.train.objectives.losses import IGNORED
 from paradraft.train.objectives.objective import Objective, _labelled_in_text_order

@@ -9,9 +9,8 @@ import torch
 
 from paradraft.train import trainee_module
 from paradraft.train.objectives.batch import Texts
-from paradraft.train.objectives.features import FeatureCache
 from paradraft.train.objectives.rows import FILLING
-from paradraft.train.objectives.teacher import Teacher
+from paradraft.train.objectives.teacher import FeatureCache, Teacher
 from paradraft.train.run import launch
 from tests.conftest import VOCAB, tiny_model
 from tests.contract.test_every_trainee import recipe_for

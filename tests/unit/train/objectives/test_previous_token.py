@@ -26,8 +26,7 @@ from paradraft.train.drafters.pard import PardRecipe
 from paradraft.train.init.init_draft import make
 from paradraft.train.init.init_from import PretrainedSibling
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
-from paradraft.train.objectives.objective import Objective
-from paradraft.train.objectives.previous_token import chain_probabilities, corrected
+from paradraft.train.objectives.objective import Objective, chain_probabilities, corrected
 from paradraft.train.objectives.rows import attention_mask
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.run import setup

@@ -1,4 +1,7 @@
-"""Graceful stop: after Ctrl-C or SIGTERM a run finishes its step and writes a checkpoint."""
+"""The processes of a run: they fail together, stop together after Ctrl-C or SIGTERM, and close their exchange.
+
+A stopped run finishes its step and writes a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from paradraft.environment import is_main_process
 
@@ -70,3 +76,39 @@ def stop_requests() -> Iterator[StopRequest]:
             signal.signal(signum, before[signum] or signal.SIG_DFL)
     if request.number is not None:
         signal.raise_signal(request.number)
+
+
+@contextmanager
+def as_one(accelerator: Accelerator) -> Iterator[None]:
+    """Raises a ValueError of any process in all processes.
+
+    Otherwise the others would wait for it, and only the main process prints errors. Code inside the `with` block must
+    not wait for other processes.
+
+    Raises:
+        ValueError: a process raised it inside; of several that of the first process.
+    """
+    if accelerator.num_processes == 1:
+        yield
+        return
+    mistake: str | None = None
+    try:
+        yield
+    except ValueError as error:
+        mistake = str(error)
+    mistakes = [message for message in gather_object([mistake]) if message is not None]
+    if mistakes:
+        raise ValueError(mistakes[0])
+
+
+def close(accelerator: Accelerator) -> None:
+    """Closes the trackers, and NCCL's process group, which warns if it is left open.
+
+    Gloo's group stays open until the process ends. Its threads may still hold tensors of the last exchange; they need
+    the interpreter lock to free them, while the thread that destroys the group holds the lock and waits for them.
+    """
+    if accelerator.device.type == "cuda":
+        accelerator.end_training()
+        return
+    for tracker in accelerator.trackers:
+        tracker.finish()

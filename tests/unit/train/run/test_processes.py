@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from paradraft.train.run.processes import STOP_SIGNALS, StoppedError, stop_requests
 from paradraft.train.run.progress import Report
-from paradraft.train.run.stopping import STOP_SIGNALS, StoppedError, stop_requests
 from tests.support.training import train_pard
 from tests.unit.train.run.test_trainer import recipe_for
 from tests.unit.train.test_resume import measuring, result, run_of
