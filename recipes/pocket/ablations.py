@@ -23,7 +23,7 @@ from paradraft.cli.commands.train import run_with_display
 from paradraft.environment import describe_machine
 from paradraft.models.runtime import Runtime
 from paradraft.train.drafters.pard import PardRecipe, build
-from paradraft.train.run.acceptance import AcceptanceMeter
+from paradraft.train.run.acceptance import AcceptanceMeter, DrafterLoader
 from paradraft.train.run.curves import read_history
 from paradraft.train.run.progress import Progress
 
@@ -90,15 +90,9 @@ def measure(recipe: PardRecipe, family: Path, prompts: list[list[int]]) -> dict[
         return dict(json.loads(kept.read_text(encoding="utf-8")))
     lengths = {}
     for k in DECODED:
-        acceptance = AcceptanceMeter(
-            str(family / "target"),
-            prompts,
-            drafter="pard",
-            k=k,
-            answer_tokens=ANSWER_TOKENS,
-            runtime=Runtime(device="cpu", dtype="float32"),
-        )
-        lengths[k] = acceptance.of(recipe.out).length
+        runtime = Runtime(device="cpu", dtype="float32")
+        loader = DrafterLoader(str(family / "target"), drafter="pard", k=k, runtime=runtime)
+        lengths[k] = AcceptanceMeter(loader, prompts, answer_tokens=ANSWER_TOKENS).of(recipe.out).length
     rows = [report.rows_per_s for report in read_history(recipe.out) if isinstance(report, Progress)]
     measured = {"acceptance_length": lengths, "rows_per_s": sorted(rows)[len(rows) // 2]}
     write_json(kept, measured)

@@ -83,6 +83,18 @@ def _last_label(whole: Sample) -> int:
     return max((i for i, flag in enumerate(whole.is_label) if flag), default=0)
 
 
+def prompt_of(sample: Sample, *, most: int) -> list[int]:
+    """Prompt of a sample: the tokens before its first label; of plain text the first `most`, but at most half.
+
+    >>> prompt_of(Sample(tokens=[5, 6, 7, 8], is_label=[False, False, True, True]), most=1)
+    [5, 6]
+    >>> prompt_of(Sample(tokens=[5, 6, 7, 8], is_label=[True] * 4), most=9)
+    [5, 6]
+    """
+    first = list(sample.is_label).index(True)
+    return list(sample.tokens[: first or max(min(most, len(sample.tokens) // 2), 1)])
+
+
 SHARE, MOST = 20, 64
 """Default size of the held-out set: one in `SHARE` samples, at most `MOST`."""
 LARGE = 10

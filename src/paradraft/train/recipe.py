@@ -22,9 +22,10 @@ from paradraft.data.tokens.tokenized import Long
 from paradraft.digests import file_digest, model_digest
 from paradraft.models.names import POCKET
 from paradraft.sources.loading import pocket_folder
-from paradraft.train.objectives.losses import Reduction
+from paradraft.train.objectives.losses import Divergence, Reduction
 from paradraft.train.objectives.rows import FLEX
 from paradraft.train.optimizers import Schedule
+from paradraft.train.samples import DATASET, source_config, source_identity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,6 +100,11 @@ class Recipe(BaseModel):
         "also after a resume",
     )
     skip_unlabelled: bool = Field(default=False, description="skip samples without labels")
+    source: str = Field(
+        default=DATASET,
+        description="where the samples of a step come from, as name or name:setting=value:...; dataset: the data, "
+        "shuffled in each epoch",
+    )
     out: Path = Field(description="folder of the drafter")
 
     average: Reduction = Field(
@@ -211,6 +217,7 @@ class Recipe(BaseModel):
             self.check_measurable(0)
         self.check_device(self.device)
         check_columns(self.columns)
+        source_config(self.source)
         return self
 
     def check_measurable(self, held_out: int) -> None:
@@ -244,6 +251,11 @@ class Recipe(BaseModel):
         return self.depth_weights or [1.0] * self.depths
 
     @property
+    def divergence(self) -> Divergence | None:
+        """Divergence from a teacher's probabilities; None learns the tokens of the text."""
+        return None
+
+    @property
     def measured_with(self) -> str | None:
         """The target that decodes held-out prompts, if any."""
         return self.target
@@ -258,7 +270,7 @@ class Recipe(BaseModel):
 
         Data and models on this disk are identified by their content, not by their path.
         """
-        settings = self.model_dump(mode="json", exclude=set(NOT_DECISIVE))
+        settings = self.model_dump(mode="json", exclude={*NOT_DECISIVE, "source"}) | source_identity(self.source)
         data = [self._identity_of(source) for source in map(as_source, self.data)]
         return settings | {"recipe": type(self).__name__, "data": data} | self.model_hashes
 

@@ -29,7 +29,7 @@ class RunData:
         largest: largest token id of all samples.
         bf16: whether passes compute in bf16; weights are in float32.
         samples_per_pass: batch size of this process.
-        measures: whether acceptance lengths are measured, with `recipe.measured_with`.
+        measures: whether the run decodes, with `recipe.measured_with`.
     """
 
     tokenizer: PreTrainedTokenizerBase

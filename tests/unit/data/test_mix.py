@@ -11,7 +11,7 @@ import torch
 from paradraft.data.dataset import load_samples
 from paradraft.data.mix import Source, share, taken_in
 from paradraft.data.samples import Sample, hold_out
-from paradraft.train.objectives.batch import BatchSampler
+from paradraft.train.samples.dataset import BatchSampler
 from tests.conftest import tiny_tokenizer
 from tests.support.jsonl import write_lines
 

@@ -107,7 +107,7 @@ def test_weights_are_counted_as_they_will_be_loaded(
     assert {parameter.device.type for parameter in skeleton.parameters()} == {"meta"}
     prepared = prepare_pard(recipe)
     model, teacher = prepared.trainee.objective.model, prepared.trainee.objective.teacher
-    meter = prepared.acceptance(cpu)
+    meter = prepared.acceptance(prepared.loader(cpu))
     assert teacher is not None and meter is not None
     measured = sum(parameter.numel() * 2 for parameter in model.parameters())
     loaded = sum(map(bytes_of, (model, teacher.model, meter.target.lm.model))) + measured

@@ -69,6 +69,11 @@ class HeadRecipe(Recipe):
         return self.k
 
     @property
+    def divergence(self) -> Divergence | None:
+        """See `Recipe`; the target is the teacher."""
+        return None if self.loss == "cross_entropy" else self.loss
+
+    @property
     def measured_with(self) -> str | None:
         """The target that decodes held-out prompts: `target`, which must be a copy of `model`, or else `model`."""
         return self.model if self.target is None else self.target
@@ -103,7 +108,7 @@ class HeadObjective(nn.Module):
         self.target_layers = [FINAL_NORM]
         self._target = (target,)  # in a tuple, hidden from `nn.Module`: it is not trained, saved or sharded
         self._cached_bytes = round(recipe.feature_cache_gb * 1e9)
-        self.kind: Divergence | None = None if recipe.loss == "cross_entropy" else recipe.loss
+        self.kind = recipe.divergence
         self.bf16 = bf16
         self.chunk = max(logits // target.model.config.vocab_size, 1)
 
@@ -306,7 +311,7 @@ def check_memory(
         vocab_size=skeleton.config.vocab_size,
         weights=weights,
         rows=groups * longest * rows_per_token,
-        is_taught=recipe.loss != "cross_entropy",
+        is_taught=recipe.divergence is not None,
     )
     needed.check(data.device)
     return needed

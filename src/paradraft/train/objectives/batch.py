@@ -1,8 +1,8 @@
-"""Training batches: sampling by (seed, step), COD, packing and padding.
+"""Training batches: COD, packing and padding.
 
-The samples of a step depend on (seed, step) only, so that a resumed run continues exactly. COD drops rows, packing
-joins samples, padding makes lengths equal. Memory grows with the kept rows, about 3.4 per token at the defaults
-instead of K: the attention mask is computed on the device, from position, depth and document of each row.
+COD drops rows, packing joins samples, padding makes lengths equal. Memory grows with the kept rows, about 3.4 per token
+at the defaults instead of K: the attention mask is computed on the device, from position, depth and document of each
+row.
 """
 
 from __future__ import annotations
@@ -13,54 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paradraft.data.mix import epoch_size, taken_in, weights_of
 from paradraft.data.samples import Sample
 from paradraft.train.objectives.losses import IGNORED
 from paradraft.train.objectives.rows import FILLING, Rows, conditional_drop
-
-WINDOW = 32
-"""Steps within which samples are sorted by length."""
-
-
-class BatchSampler:
-    """Orders the samples of each epoch at random; a sample occurs as often as its weight says.
-
-    To save padding, samples of similar length share a step: each epoch is shuffled, sorted by length within windows of
-    `WINDOW` steps, and the steps of a window are shuffled again.
-    """
-
-    def __init__(self, samples: list[Sample], *, per_step: int, seed: int) -> None:
-        self._lengths = torch.tensor([len(sample.tokens) for sample in samples])
-        self._weights = weights_of(samples)
-        self._per_epoch = epoch_size(samples)
-        self._samples = samples
-        self._per_step = per_step
-        self._seed = seed
-        self._epoch = -1
-        self._order: list[int] = []
-
-    def samples_of(self, step: int) -> list[Sample]:
-        """Samples of a step; the last step of an epoch is completed with the first samples of the next."""
-        chosen = []
-        for index in range(step * self._per_step, (step + 1) * self._per_step):
-            epoch, i = divmod(index, self._per_epoch)
-            if epoch != self._epoch:
-                self._epoch, self._order = epoch, self._order_of(epoch)
-            chosen.append(self._samples[self._order[i]])
-        return chosen
-
-    def _order_of(self, epoch: int) -> list[int]:
-        generator = torch.Generator().manual_seed(self._seed * 7919 + epoch)
-        order: list[int] = []
-        taken = taken_in(self._weights, epoch, self._seed)
-        for indices in torch.randperm(len(taken), generator=generator).split(WINDOW * self._per_step):
-            window = taken[indices]
-            steps = window[self._lengths[window].argsort(stable=True)].split(self._per_step)
-            # An incomplete step stays at the end of its window, or all later steps would mix two lengths.
-            whole = len(steps) if len(steps[-1]) == self._per_step else len(steps) - 1
-            for step in [*torch.randperm(whole, generator=generator).tolist(), *range(whole, len(steps))]:
-                order += steps[step].tolist()
-        return order
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,11 @@
-"""Measures the acceptance length: decodes held-out prompts with the drafter as it is saved."""
+"""Decoding during a run, with the drafter as it is saved; measures the acceptance length on held-out prompts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paradraft.core import Request
-from paradraft.data.samples import Sample
+from paradraft.core import Drafter, Request
 from paradraft.decode.batch import run
 from paradraft.decode.generation import Generation
 from paradraft.drafters import load_drafter
@@ -29,28 +28,44 @@ class Decoded:
     by_position: tuple[float, ...] = ()
 
 
+class DrafterLoader:
+    """Loads the drafters that a run saves, for its target.
+
+    Args:
+        target: a Hugging Face id, a folder, or "pocket".
+        drafter: spec of the drafter that decodes.
+        k: most tokens drafted per round.
+        runtime: device, dtype, and a capacity that target and drafter support.
+
+    Raises:
+        ValueError: the target cannot be loaded.
+    """
+
+    def __init__(self, target: str, *, drafter: str, k: int, runtime: Runtime) -> None:
+        width = max(Speculation(drafter=drafter, k=k).pass_width, runtime.width)
+        self.runtime = replace(runtime, width=width)
+        self.target = load_target(target, self.runtime)
+        self.k = k
+        self._drafter = drafter
+
+    def load(self, folder: Path) -> Drafter:
+        """Loads the drafter in a folder."""
+        return load_drafter(self._drafter, self.target, draft=str(folder), runtime=self.runtime)
+
+
 class AcceptanceMeter:
     """Decodes the same prompts greedily, in one batch, with each version of a drafter.
 
     Args:
-        target: a Hugging Face id, a folder, or "pocket".
         prompts: token ids; none empty.
-        drafter: spec of the drafter that decodes.
-        runtime: device, dtype, and a capacity that target and drafter support.
 
     Raises:
-        ValueError: the target cannot be loaded, or a prompt and its answer exceed the capacity.
+        ValueError: a prompt and its answer exceed the capacity.
     """
 
-    def __init__(
-        self, target: str, prompts: list[list[int]], *, drafter: str, k: int, answer_tokens: int, runtime: Runtime
-    ) -> None:
-        width = max(Speculation(drafter=drafter, k=k).pass_width, runtime.width)
-        self._runtime = runtime = replace(runtime, width=width)
-        self.target = load_target(target, runtime)
-        self._prompts = prompts
-        self._answer_tokens = answer_tokens
-        self._drafter, self._k = drafter, k
+    def __init__(self, loader: DrafterLoader, prompts: list[list[int]], *, answer_tokens: int) -> None:
+        self.target = loader.target
+        self._loader, self._prompts, self._answer_tokens = loader, prompts, answer_tokens
         longest = max(map(len, prompts))
         if longest + answer_tokens > self.target.capacity:
             raise ValueError(
@@ -60,8 +75,8 @@ class AcceptanceMeter:
 
     def of(self, folder: Path) -> Decoded:
         """Measures the drafter in a folder."""
-        drafter = load_drafter(self._drafter, self.target, draft=str(folder), runtime=self._runtime)
-        batch = Engine(self.target, drafter, Speculation(k=self._k, lengths="fixed")).new_batch()
+        drafter = self._loader.load(folder)
+        batch = Engine(self.target, drafter, Speculation(k=self._loader.k, lengths="fixed")).new_batch()
         requests = [
             Request(id=row, tokens=prompt, max_new_tokens=self._answer_tokens, eos_ids=self.target.eos_ids)
             for row, prompt in enumerate(self._prompts)
@@ -70,15 +85,3 @@ class AcceptanceMeter:
             pass
         stats = batch.clock.stats
         return Decoded(length=stats.acceptance_length, by_position=stats.acceptance_per_position)
-
-
-def prompt_of(sample: Sample, *, most: int) -> list[int]:
-    """Prompt of a sample: the tokens before its first label; of plain text the first `most`, but at most half.
-
-    >>> prompt_of(Sample(tokens=[5, 6, 7, 8], is_label=[False, False, True, True]), most=1)
-    [5, 6]
-    >>> prompt_of(Sample(tokens=[5, 6, 7, 8], is_label=[True] * 4), most=9)
-    [5, 6]
-    """
-    first = list(sample.is_label).index(True)
-    return list(sample.tokens[: first or max(min(most, len(sample.tokens) // 2), 1)])

@@ -94,16 +94,14 @@ def train(
         state, began = broadcast_object_list([state, began])
         with as_one(accelerator):
             prepared = _prepared(recipe, build, accelerator, state, began)
-            acceptance = prepared.acceptance(accelerator.device) if accelerator.is_main_process else None
+            loader = prepared.loader(accelerator.device) if accelerator.is_main_process else None
             if accelerator.is_main_process:
-                need = estimate(
-                    recipe, prepared.trainee.objective, steps=prepared.steps, measures=bool(prepared.held_out)
-                )
+                need = estimate(recipe, prepared.trainee.objective, steps=prepared.steps, measures=prepared.decodes)
                 need.check(recipe.out, checkpoints.folder)
                 resumed = "" if state is None else f", going on after step {state.step}"
                 announce(f"{prepared.in_words} on {accelerator.device}{resumed}")
         with stop_requests() as request:
-            Loop(prepared, acceptance, accelerator, checkpoints, state, request, report, announce).run()
+            Loop(prepared, loader, accelerator, checkpoints, state, request, report, announce).run()
         return True
 
 

@@ -13,7 +13,7 @@ import torch
 
 from paradraft.data.dataset import load_samples
 from paradraft.data.mix import epoch_size
-from paradraft.data.samples import Sample, hold_out
+from paradraft.data.samples import Sample, hold_out, prompt_of
 from paradraft.environment import is_main_process
 from paradraft.models.architectures import context_of
 from paradraft.models.devices import computes_bf16
@@ -22,12 +22,13 @@ from paradraft.sources.loading import load_config, load_generation_config, load_
 from paradraft.text.vocabulary import check_rows, named_ends
 from paradraft.train.objectives.batch import TrainingBatch, pack
 from paradraft.train.recipe import Recipe, ignored_settings
-from paradraft.train.run.acceptance import AcceptanceMeter, prompt_of
+from paradraft.train.run.acceptance import AcceptanceMeter, DrafterLoader
 from paradraft.train.run.provenance import Learnt, learnt_of
+from paradraft.train.samples import SampleSource, SourceData, load_source
 from paradraft.train.trainee import Builder, R, RunData, Trainee
 
 MOST_ROOM = 4096
-"""Most tokens of a prompt and its answer when acceptance lengths are measured."""
+"""Most tokens of a prompt and its answer when a run decodes, or `max_length` if its source decodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +37,18 @@ class Preparation:
 
     Args:
         began: first day of the run, as YYYY-MM-DD.
+        largest: largest token id of all samples.
         per_pass: batch size of this process.
     """
 
     recipe: Recipe
     trainee: Trainee
+    source: SampleSource
     began: str
     learnt: Learnt
     samples: list[Sample]
     held_out: list[Sample]
+    largest: int
     bf16: bool
     per_pass: int
 
@@ -64,7 +68,7 @@ class Preparation:
             f"{trainee.drafter}, K = {trainee.k}: "
             f"{len(self.samples):,} samples of {tokens:,} tokens{weighed}{held_out}; "
             f"{self.steps:,} steps of {recipe.samples_per_step} samples in {'bfloat16' if self.bf16 else 'float32'}; "
-            + ", ".join(trainee.notes)
+            + ", ".join((*self.source.notes, *trainee.notes))
         )
 
     def batches(self, samples: Sequence[Sample], seeds: Sequence[int]) -> list[TrainingBatch]:
@@ -82,33 +86,50 @@ class Preparation:
             )
         return batches
 
-    def acceptance(self, device: torch.device) -> AcceptanceMeter | None:
-        """Makes the meter of acceptance lengths; None without a target or held-out samples.
+    @property
+    def decodes(self) -> bool:
+        """Whether the run decodes with its drafter, to measure it or for samples."""
+        return bool(self.held_out) or self.source.decodes
+
+    def loader(self, device: torch.device) -> DrafterLoader | None:
+        """Loads the target that the run decodes with; None without one, or if nothing is to be decoded.
 
         Raises:
-            ValueError: the target cannot be loaded, or the prompts exceed its context.
+            ValueError: the target cannot be loaded, or does not fit drafter or samples.
         """
         recipe = self.recipe
         target = recipe.measured_with
         recipe.check_measurable(len(self.held_out))
-        if target is None or not self.held_out:
+        if target is None and self.source.decodes:
+            raise ValueError(f"source={recipe.source}: no target to decode with, set target")
+        if target is None or not self.decodes:
             return None
-        prompts = [prompt_of(sample, most=recipe.prompt_tokens) for sample in self.held_out[: recipe.prompts]]
-        dtype = "bfloat16" if computes_bf16(device) else "float32"
         config = load_config(locate(target, recipe.ROLES["target"]))
-        check_rows(config.vocab_size, int(max(map(max, prompts))), f"target {target!r}")
-        capacity = min(context_of(config), self.trainee.max_tokens, MOST_ROOM)
-        runtime = Runtime(device=str(device), dtype=dtype, capacity=capacity)
-        meter = AcceptanceMeter(
-            target,
-            prompts,
-            drafter=self.trainee.drafter,
-            k=self.trainee.k,
-            answer_tokens=recipe.answer_tokens,
-            runtime=runtime,
+        read = self.largest if self.source.decodes else max(map(max, self._prompts))
+        check_rows(config.vocab_size, int(read), f"target {target!r}")
+        most = max(MOST_ROOM, recipe.max_length + 1) if self.source.decodes else MOST_ROOM
+        dtype = "bfloat16" if computes_bf16(device) else "float32"
+        runtime = Runtime(
+            device=str(device), dtype=dtype, capacity=min(context_of(config), self.trainee.max_tokens, most)
         )
-        self.trainee.check_target(target, meter.target, runtime)
-        return meter
+        loader = DrafterLoader(target, drafter=self.trainee.drafter, k=self.trainee.k, runtime=runtime)
+        self.trainee.check_target(target, loader.target, loader.runtime)
+        return loader
+
+    def acceptance(self, loader: DrafterLoader | None) -> AcceptanceMeter | None:
+        """Makes the meter of acceptance lengths; None without a target or held-out samples.
+
+        Raises:
+            ValueError: the prompts exceed the target's context.
+        """
+        if loader is None or not self.held_out:
+            return None
+        return AcceptanceMeter(loader, self._prompts, answer_tokens=self.recipe.answer_tokens)
+
+    @property
+    def _prompts(self) -> list[list[int]]:
+        """Those on which acceptance lengths are measured."""
+        return [prompt_of(sample, most=self.recipe.prompt_tokens) for sample in self.held_out[: self.recipe.prompts]]
 
 
 def prepare(recipe: R, build: Builder[R], device: torch.device, *, processes: int, began: str = "") -> Preparation:
@@ -142,8 +163,10 @@ def prepare(recipe: R, build: Builder[R], device: torch.device, *, processes: in
         seed=recipe.seed,
     )
     training, held_out = hold_out(samples, recipe.held_out)
-    for warning in ignored_settings(recipe, steps=_steps(recipe, epoch_size(training))) if is_main_process() else ():
+    steps = _steps(recipe, epoch_size(training))
+    for warning in ignored_settings(recipe, steps=steps) if is_main_process() else ():
         warnings.warn(warning, stacklevel=4)
+    source = _source(recipe, training, steps)
     bf16 = computes_bf16(device) if recipe.bf16 is None else recipe.bf16
     per_pass = min(recipe.samples_per_pass or recipe.samples_per_step, recipe.samples_per_step // processes)
     data = RunData(
@@ -154,18 +177,32 @@ def prepare(recipe: R, build: Builder[R], device: torch.device, *, processes: in
         device=device,
         bf16=bf16,
         samples_per_pass=per_pass,
-        measures=bool(held_out),
+        measures=bool(held_out) or source.decodes,
     )
     return Preparation(
         recipe=recipe,
         trainee=build(recipe, data),
+        source=source,
         began=began,
         learnt=learnt_of(samples, tokenizer),
         samples=training,
         held_out=held_out,
+        largest=data.largest,
         bf16=bf16,
         per_pass=per_pass,
     )
+
+
+def _source(recipe: Recipe, samples: list[Sample], steps: int) -> SampleSource:
+    data = SourceData(
+        samples=samples,
+        per_step=recipe.samples_per_step,
+        steps=steps,
+        seed=recipe.seed,
+        prompt_tokens=recipe.prompt_tokens,
+        is_taught=recipe.divergence is not None,
+    )
+    return load_source(recipe.source, data)
 
 
 def _steps(recipe: Recipe, samples: int) -> int:

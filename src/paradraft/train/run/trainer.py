@@ -1,7 +1,8 @@
 """Training loop: from the last checkpoint to the finished drafter.
 
-The samples of a step depend on (seed, step) only, so a resumed run takes the same steps as an uninterrupted one; and
-every sum is over the samples of all processes, so several processes take the same steps as a single one.
+The samples of a step depend only on the step, the seed and the source's state, which checkpoints hold, so a resumed run
+takes the same steps as an uninterrupted one; and every sum is over the samples of all processes, so several processes
+take the same steps as a single one.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from torch import Tensor
 
 from paradraft.data.samples import Sample
 from paradraft.formats.folder import CARD, put_in_place
-from paradraft.train.objectives.batch import BatchSampler, TrainingBatch
+from paradraft.train.objectives.batch import TrainingBatch
 from paradraft.train.objectives.losses import row_weights
 from paradraft.train.optimizers import Optimizers
 from paradraft.train.run import curves, progress
-from paradraft.train.run.acceptance import AcceptanceMeter
+from paradraft.train.run.acceptance import DrafterLoader
 from paradraft.train.run.checkpoint import Checkpoints, State
 from paradraft.train.run.expectations import FirstSteps, curves_in_words
 from paradraft.train.run.model_card import model_card
-from paradraft.train.run.processes import STOP_SIGNALS, StoppedError, StopRequest, close
+from paradraft.train.run.processes import STOP_SIGNALS, StoppedError, StopRequest, as_one, close
 from paradraft.train.run.progress import BestSoFar, Evaluation, Meter, Report, Score, shares
 from paradraft.train.run.provenance import write_record
 from paradraft.train.run.setup import Preparation
@@ -45,14 +46,14 @@ class Loop:
     """The training loop of one process.
 
     Args:
-        acceptance: meter of acceptance lengths, only in the main process.
+        loader: of drafters to decode with, only in the main process.
         state: from which the run resumes; None starts it.
     """
 
     def __init__(
         self,
         prepared: Preparation,
-        acceptance: AcceptanceMeter | None,
+        loader: DrafterLoader | None,
         accelerator: Accelerator,
         checkpoints: Checkpoints,
         state: State | None,
@@ -63,7 +64,8 @@ class Loop:
         recipe = prepared.recipe
         self.recipe = recipe
         self.prepared = prepared
-        self.acceptance = acceptance
+        self.source = prepared.source
+        self.loader, self.acceptance = loader, prepared.acceptance(loader)
         self.accelerator = accelerator
         self.device = accelerator.device
         self.checkpoints = checkpoints
@@ -85,6 +87,8 @@ class Loop:
             max_grad_norm=recipe.max_grad_norm,
         )
         self.objective = self.optimizers.prepare(self.accelerator, self.prepared.trainee.objective)
+        if self.source.decodes:
+            accelerator.register_for_checkpointing(self.source)
         self._report, self._announce = report, announce
         self._standing: BestSoFar
         self._meter: Meter
@@ -163,14 +167,15 @@ class Loop:
         evaluation_s = None if is_evaluated else time.perf_counter() - began_s
         evaluations = sum(map(self._evaluates_after, range(first + 1, self.steps + 1)))
         first_steps = FirstSteps(steps=self.steps - first, evaluations=evaluations, evaluation_s=evaluation_s)
-        order = BatchSampler(self.prepared.samples, per_step=self.recipe.samples_per_step, seed=self.recipe.seed)
         self.objective.train()
         with ThreadPoolExecutor(1) as executor:
-            next_batches = executor.submit(self._batches_of, order, first)
+            prefetched = None
             for step in range(first, self.steps):
                 step_began_s = time.perf_counter()
-                batches = next_batches.result()
-                next_batches = executor.submit(self._batches_of, order, step + 1)
+                if self.source.is_due(step):
+                    self._renew(step)
+                batches = (prefetched or executor.submit(self._batches_of, step)).result()
+                prefetched = None if self.source.is_due(step + 1) else executor.submit(self._batches_of, step + 1)
                 loss, right_K, labels_K, norm, stop_signal = self._step(step, batches)
                 rows = sum(batch.tokens.numel() for batch in batches) * self.accelerator.num_processes
                 self._meter.add(loss, right_K, labels_K, rows, norm)
@@ -211,9 +216,21 @@ class Loop:
             sums=self._meter.sums,
         )
 
-    def _batches_of(self, order: BatchSampler, step: int) -> list[TrainingBatch]:
+    def _renew(self, step: int) -> None:
+        """Lets the source make samples with the drafter after `step` steps."""
+        best = self._standing.best
+        if best is None or best.step != step:  # else it was saved for the evaluation
+            self._save_drafter(step)
+        with as_one(self.accelerator):
+            if self.loader is not None:
+                self.source.renew(step, self.loader.target, self.loader.load(self.checkpoints.drafter(step)))
+                self.checkpoints.keep_drafters(best)
+        (state,) = broadcast_object_list([self.source.state_dict()])  # only the main process has renewed it
+        self.source.load_state_dict(state)
+
+    def _batches_of(self, step: int) -> list[TrainingBatch]:
         mine = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
-        chosen = order.samples_of(step)
+        chosen = self.source.samples_of(step)
         seed = self.recipe.seed * 1_000_003 + step
         seeds = [seed * 8191 + index for index in range(len(chosen))]
         return self.prepared.batches(chosen[mine], seeds[mine])

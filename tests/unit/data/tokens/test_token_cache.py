@@ -24,12 +24,11 @@ from transformers import PreTrainedTokenizerFast
 
 from paradraft.data import records
 from paradraft.data.dataset import load_samples
-from paradraft.data.samples import Sample
+from paradraft.data.samples import Sample, prompt_of
 from paradraft.data.tokens import token_cache
 from paradraft.data.tokens.token_cache import TokenCache
 from paradraft.data.tokens.tokenized import Tokenized
 from paradraft.train.objectives.batch import Drop, collate
-from paradraft.train.run.acceptance import prompt_of
 from tests.conftest import tiny_tokenizer
 from tests.support.jsonl import write_lines
 

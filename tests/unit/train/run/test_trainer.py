@@ -15,10 +15,10 @@ from paradraft.data.dataset import load_samples
 from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.train.drafters.pard import PardRecipe
-from paradraft.train.objectives.batch import BatchSampler
 from paradraft.train.run import acceptance
 from paradraft.train.run.launch import is_trained
 from paradraft.train.run.progress import Evaluation, Progress
+from paradraft.train.samples.dataset import BatchSampler
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.support.jsonl import write_lines
 from tests.support.training import prepare_pard, train_pard
@@ -227,7 +227,8 @@ def test_the_best_drafter_is_kept(family: Path, tmp_path: Path) -> None:
     assert (measured[0].step, record["before_training"]["acceptance_length"]) == (0, lengths[0])
     assert len(measured[0].by_position) == recipe.k
     assert record["recipe"]["lr"] == 1e-2 and record["data_sha256"].keys() == {str(recipe.data[0])}
-    again = prepare_pard(recipe).acceptance(torch.device("cpu"))
+    prepared = prepare_pard(recipe)
+    again = prepared.acceptance(prepared.loader(torch.device("cpu")))
     assert again is not None and again.of(recipe.out).length == best
     assert (recipe.out / "curves.png").read_bytes()[1:4] == b"PNG"
     history = [json.loads(line) for line in (recipe.out / "history.jsonl").read_text().splitlines()]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from paradraft.data.samples import Sample
-from paradraft.train.objectives.batch import BatchSampler
+from paradraft.train.samples.dataset import BatchSampler
 
 
 def test_every_epoch_goes_through_all_samples_in_its_own_order() -> None:
