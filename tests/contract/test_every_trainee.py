@@ -99,6 +99,32 @@ def test_recipes_explain_themselves(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", trainee_names())
+def test_it_learns_from_its_own_text(family: Path, tmp_path: Path, name: str) -> None:
+    """Guards on-policy training of every drafter: it runs, its samples are not those of the data, and a run that is
+    stopped within a period goes on bit by bit. One that learns no divergence is refused in a line."""
+    kind, target = recipe_class(trainee_module(name)), str(family / "target")
+    settings = {"target": target, "held_out": 1, "prompt_tokens": 6, "answer_tokens": 8, "source": "rollouts:every=4"}
+    divergence = {"teacher": target, "loss": "forward_kl"}
+    settings |= {name: value for name, value in divergence.items() if name in kind.model_fields}
+    if recipe_for(name, family, tmp_path / "out", **settings).divergence is None:
+        with pytest.raises(ValueError, match="source=rollouts:every=4: a drafter learns nothing from its own tokens"):
+            prepare(name, recipe_for(name, family, tmp_path / "out", **settings))
+        return
+    whole, begun = (recipe_for(name, family, tmp_path / each, **settings) for each in ("whole", "begun"))
+    train(name, whole)
+
+    def stop(report: Report) -> None:
+        if report.step == 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train(name, begun, stop)
+    assert torch.load(begun.out / "checkpoint" / "step-00000002" / "custom_checkpoint_0.pkl")["continued"]
+    train(name, begun)
+    assert result(begun.out) == result(whole.out)
+
+
+@pytest.mark.parametrize("name", trainee_names())
 def test_the_result_decodes_losslessly(family: Path, tmp_path: Path, name: str) -> None:
     """Guards the way from training to decoding: the drafter that the trainee names loads what it saved, measured on the
     way, and the text stays the target's."""
