@@ -27,7 +27,7 @@ def ready(target: str, dtype: str) -> CausalLM:
     """A model that has read a prompt."""
     lm = load_target(target, Runtime(device="cpu", dtype=dtype)).lm
     lm.start()
-    lm.join(1)
+    lm.cache.join(1)
     lm.prefill([list(range(1, CONTEXT + 2))])
     return lm
 

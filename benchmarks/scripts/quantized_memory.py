@@ -60,12 +60,12 @@ def loaded(name: str, dtype: str) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     at_load = peak_bytes()
     lm.start()
-    lm.join(1)
+    lm.cache.join(1)
     token, start = 1, time.perf_counter()
     for _ in range(TOKENS):
         logits_N = lm.forward(torch.tensor([[token]])).logits[0, 0, : lm.vocab_size]
         token = int(logits_N.argmax())
-        lm.advance([1])
+        lm.cache.advance([1])
     tokens_s = TOKENS / (time.perf_counter() - start)
     peak = peak_bytes()
     from paradraft.bench.hardware.roofline import Size  # after the peak, which it would be part of
@@ -73,7 +73,7 @@ def loaded(name: str, dtype: str) -> dict[str, Any]:
     size = Size.of(lm.model)
     embedding, head = lm.model.get_input_embeddings().weight, lm.model.get_output_embeddings().weight
     rest = 0 if embedding is head else embedding.numel() * embedding.itemsize
-    slots = lm._slots_for(min(lm.capacity, 4096))
+    slots = lm.cache._slots_for(min(lm.capacity, 4096))
     return {
         "load_s": seconds, "peak_after_load_bytes": at_load, "peak_bytes": peak, "tokens_s": tokens_s,
         "weights_bytes": size.body_bytes + size.head_bytes + rest, "cache_bytes": slots * size.kv_bytes,

@@ -70,13 +70,13 @@ def losses(lm: CausalLM, samples: Sequence[Sample]) -> Tensor:
     found = []
     for sample in samples:
         lm.start()
-        lm.join(1)
+        lm.cache.join(1)
         tokens, is_label = torch.tensor(list(sample.tokens)), list(sample.is_label)
         for first in range(0, len(tokens) - 1, PASS):
             inputs_1N = tokens[None, first : first + PASS]
             wanted = [row for row, is_one in enumerate(is_label[first + 1 : first + 1 + PASS]) if is_one]
             logits_RV = lm.forward(inputs_1N, logit_rows=torch.tensor([wanted or [0]])).logits[0].double()
-            lm.advance([inputs_1N.shape[1]])
+            lm.cache.advance([inputs_1N.shape[1]])
             if wanted:
                 next_R = tokens[torch.tensor(wanted) + first + 1]
                 found.append(functional.cross_entropy(logits_RV, next_R, reduction="none"))

@@ -25,6 +25,7 @@ from paradraft.drafters.none import NoDrafter
 from paradraft.engine.engine import Engine
 from paradraft.engine.loader import load
 from paradraft.engine.speculation import Speculation
+from paradraft.models.cached_rows import CachedRows
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -288,7 +289,7 @@ def test_passes_that_need_two_rows_get_them(loaded: Load, expected: Expected, mo
     run_pass = engine.target.lm._pass
 
     def watched(storage: object, lengths: list[int], *rest: torch.Tensor) -> torch.Tensor:
-        passes.append((len(lengths), len(engine.target.lm.lengths)))
+        passes.append((len(lengths), len(engine.target.lm.cache.lengths)))
         return run_pass(storage, lengths, *rest)
 
     monkeypatch.setattr(engine.target.lm, "_pass", watched)
@@ -358,15 +359,15 @@ class ForgottenAnswer(Generation):
         return dataclasses.replace(super().so_far, answered=0)
 
 
-def lost_rows(lm: CausalLM, rows: torch.Tensor) -> None:
+def lost_rows(cache: CachedRows, rows: torch.Tensor) -> None:
     """Orders the lengths, but moves no keys."""
-    lm._storage = [tuple(part[: len(rows)] for part in layer) for layer in lm._storage]
-    lm._set_lengths([lm.lengths[row] for row in rows.tolist()])
+    cache.storage = [tuple(part[: len(rows)] for part in layer) for layer in cache.storage]
+    cache._set_lengths([cache.lengths[row] for row in rows.tolist()])
 
 
-def lost_cache(lm: CausalLM, rows: int, slots: int) -> None:
+def lost_cache(cache: CachedRows, rows: int, slots: int) -> None:
     """Takes a larger cache without what the smaller one held."""
-    lm._largest, lm._slots = lm._allocate(rows, slots), slots
+    cache._largest, cache._slots = cache._allocate(rows, slots), slots
 
 
 @pytest.mark.parametrize(
@@ -374,8 +375,8 @@ def lost_cache(lm: CausalLM, rows: int, slots: int) -> None:
     [
         ("paradraft.decode.batch", "Sampler", Unordered),
         ("tests.contract.test_joining", "Generation", ForgottenAnswer),
-        ("paradraft.models.causal_lm.CausalLM", "keep", lost_rows),
-        ("paradraft.models.causal_lm.CausalLM", "_grow", lost_cache),
+        ("paradraft.models.cached_rows.CachedRows", "keep", lost_rows),
+        ("paradraft.models.cached_rows.CachedRows", "_grow", lost_cache),
     ],
     ids=["order of settings", "answer so far", "keys that stay behind", "a cache that grows empty"],
 )
@@ -399,7 +400,9 @@ def test_wrong_joining_is_caught(
 
 def forgotten_piece(target: Target, rows: torch.Tensor) -> None:
     """Moves the rows that decode, but not the one that is read."""
-    target.lm.keep(torch.cat([rows, torch.arange(len(rows), 1 + len(rows))[: len(target.lm.lengths) > len(rows)]]))
+    target.lm.cache.keep(
+        torch.cat([rows, torch.arange(len(rows), 1 + len(rows))[: len(target.lm.cache.lengths) > len(rows)]])
+    )
     target._root_B1 = target._root_B1[rows]
 
 
@@ -407,7 +410,7 @@ def skipped_token(target: Target, most: int) -> object:
     """Takes one token more for read than was."""
     tokens, prompt = read(target, most)
     if prompt is None:
-        target.lm.lengths[-1] += 1
+        target.lm.cache.lengths[-1] += 1
     return tokens, prompt
 
 

@@ -51,14 +51,14 @@ def test_what_a_text_does_not_see_cannot_reach_it(dtype: torch.dtype, value: flo
         found, expected = [], []
         for lm, logits in ((poisoned, found), (clean, expected)):
             logits.append(lm.forward(text).logits)
-            lm.advance([4, 4])
+            lm.cache.advance([4, 4])
             logits.append(lm.forward(guesses, parents).logits[:, [0, 2]])
-            lm.advance([0, 0])
+            lm.cache.advance([0, 0])
             logits.append(lm.forward(torch.tensor([[20], [21]])).logits)
-            lm.advance([1, 1])
+            lm.cache.advance([1, 1])
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
         assert poisoned.forward(guesses, parents).logits[0, 1].isnan().all()
-        poisoned.advance([0, 0])
+        poisoned.cache.advance([0, 0])
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES, ids=["torch", "C++"])

@@ -335,12 +335,12 @@ def test_the_next_turn_reads_only_what_is_new(chatting: Path) -> None:
     engine = load(str(chatting), runtime=Runtime(dtype="float64"), kept_rows=1)
     talk = Conversation(engine, Sampling(), system="be", variables={}, max_new_tokens=8)
     talk.ask("hi")
-    before, read = engine.target.lm.starts, []
+    before, read = engine.target.lm.cache.starts, []
     prefill = engine.target.lm.prefill
     engine.target.lm.prefill = lambda rows, *rest: read.append(list(map(len, rows))) or prefill(rows, *rest)
     talk.ask("so")
     # What follows the last token that is kept: the answer's last token, and "<user>so<assistant>".
-    assert before < engine.target.lm.starts and read[0][0] <= len("<user>so<assistant>") + 2
+    assert before < engine.target.lm.cache.starts and read[0][0] <= len("<user>so<assistant>") + 2
 
 
 def test_a_conversation_that_is_too_long(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from paradraft.models import causal_lm, kv_cache
+from paradraft.models import cached_rows, kv_cache
 from paradraft.sources import rounding_reader
 from paradraft.train.run.trainer import Loop
 from tests.e2e.conftest import EXACT, MISTAKE, Paradraft, assert_mistake
@@ -35,7 +35,7 @@ def test_a_cache_that_does_not_fit_after_all(
     config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": TOO_MANY}
     (folder / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(kv_cache, "free_bytes", lambda device: math.inf)
-    monkeypatch.setattr(causal_lm, "FIRST_CAPACITY", TOO_MANY)
+    monkeypatch.setattr(cached_rows, "FIRST_CAPACITY", TOO_MANY)
     asked = ["--target", folder, "--prompt", "x", "--capacity", TOO_MANY, *EXACT]
     assert_mistake(paradraft("generate", *asked), f"out of memory: {LESS}")
 

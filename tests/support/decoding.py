@@ -97,7 +97,7 @@ class Varying(Fixed):
 def empty_rows(lm: CausalLM, number: int) -> None:
     """Begins with rows that hold nothing."""
     lm.start()
-    lm.join(number)
+    lm.cache.join(number)
 
 
 def prefilled(lm: CausalLM, rows: list[list[int]]) -> Tensor:

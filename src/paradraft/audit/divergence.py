@@ -118,13 +118,13 @@ def rounding_of(engine: Engine, case: Case, answer: Recording, batch_size: int) 
     device = answer.logits.device
     reading = [case.prompt[-1], *answer.tokens[:-1]]
     lm.start()
-    lm.join(batch_size)
+    lm.cache.join(batch_size)
     lm.prefill([case.prompt] * batch_size)
     largest = 0.0
     for start in range(0, len(reading), width):
         tokens = torch.tensor([reading[start : start + width]] * batch_size, device=device)
         logits = lm.forward(tokens).logits
-        lm.advance([tokens.shape[1]] * batch_size)
+        lm.cache.advance([tokens.shape[1]] * batch_size)
         if not bool((is_finite := are_numbers(logits).all(0)).all()):
             raise NotNumbersError(case, start + int(is_finite.int().argmin()), "in passes of several tokens and rows")
         expected = answer.logits[start : start + width].expand_as(logits)

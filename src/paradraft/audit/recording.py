@@ -14,7 +14,7 @@ from torch import Tensor
 from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.generation import Generation
-from paradraft.models.causal_lm import SavedRow
+from paradraft.models.cached_rows import SavedRow
 from paradraft.models.forward import NotFiniteError
 from paradraft.models.target import Target
 from paradraft.sampling_params import Sampling

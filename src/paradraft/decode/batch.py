@@ -151,7 +151,7 @@ class Batch:
         for row, generation in enumerate(self.generations):
             if generation in leaving and generation.is_finished and generation.error is None:
                 tokens = generation.request.tokens + generation.tokens
-                target, drafter = self.target.lm.save(row, len(tokens)), self.drafter.save(row, len(tokens))
+                target, drafter = self.target.lm.cache.save(row, len(tokens)), self.drafter.save(row, len(tokens))
                 self._prefix_cache.add(CachedRow(tokens=tokens, target=target, drafter=drafter))
 
     def _start(self) -> None:

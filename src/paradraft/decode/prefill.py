@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from paradraft.core import Committed, Request
 from paradraft.decode.generation import Generation
 from paradraft.decode.prefix_cache import Prefix, PrefixCache
-from paradraft.models.causal_lm import SavedRow
+from paradraft.models.cached_rows import SavedRow
 from paradraft.models.target import Target
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paradraft.models.causal_lm import SavedRow
+from paradraft.models.cached_rows import SavedRow
 
 
 @dataclass(frozen=True, kw_only=True)

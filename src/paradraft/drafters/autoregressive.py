@@ -102,7 +102,7 @@ class AutoregressiveDrafter(ModelDrafter):
         The tokens of `after` are read like pending ones, and dropped again with the drafted ones.
         """
         device, k = self.lm.device, max(lengths)
-        self._committed, self._guessed = self.lm.lengths, [[] for _ in lengths]
+        self._committed, self._guessed = self.lm.cache.lengths, [[] for _ in lengths]
         if k == 0:
             return Draft.empty(len(lengths), device)
         sampler, unread = self._sampler, self._pending.rows
@@ -119,12 +119,12 @@ class AutoregressiveDrafter(ModelDrafter):
         candidates: list[Candidates] = []
         for depth in range(k):
             logits_B1V = self.lm.forward(reading, logit_rows=last_B1).logits
-            self.lm.advance(read_counts)
+            self.lm.cache.advance(read_counts)
             if not candidates:
                 last_B1 = torch.zeros_like(last_B1)
                 self._committed = [
                     read - len(guessed) if length else read
-                    for read, guessed, length in zip(self.lm.lengths, self._guessed, lengths, strict=True)
+                    for read, guessed, length in zip(self.lm.cache.lengths, self._guessed, lengths, strict=True)
                 ]
             candidates.append(sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), best_BK))
             best_B1 = candidates[-1].tokens[:, :, 0].masked_fill(lengths_B1 <= depth, ABSENT)
@@ -140,10 +140,10 @@ class AutoregressiveDrafter(ModelDrafter):
         kept, unread = [], []
         for row, (best, tokens) in enumerate(zip(self._guessed, new.tokens, strict=True)):
             followed = takewhile(lambda pair: pair[0] == pair[1], zip(best, tokens[:-1], strict=False))
-            read = min(sum(1 for _ in followed), self.lm.lengths[row] - self._committed[row])
+            read = min(sum(1 for _ in followed), self.lm.cache.lengths[row] - self._committed[row])
             kept.append(self._committed[row] + read)
             unread.append(tokens[read:])
-        self.lm.rollback(kept)
+        self.lm.cache.rollback(kept)
         self._pending.add(unread)
         self._sampler.commit(new)
 
@@ -179,7 +179,7 @@ class PromptedDrafter(AutoregressiveDrafter):
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Reads the pending tokens, then drafts until each row has its length."""
         device, B, K = self.lm.device, len(lengths), max(lengths)
-        self._committed = self.lm.lengths
+        self._committed = self.lm.cache.lengths
         # One more column, for tokens to discard.
         drafted = Draft.chain(torch.full((B, K + 1), ABSENT, device=device))
         wanted_B, lengths_B = upload(lengths, device), torch.zeros(B, dtype=torch.long, device=device)
@@ -195,7 +195,7 @@ class PromptedDrafter(AutoregressiveDrafter):
             drafted = _added(drafted, candidates, paths_BR, lengths_B)
             lengths_B += (paths_BR != ABSENT).sum(1)
             if is_first:
-                self._committed, is_first = self.lm.lengths, False
+                self._committed, is_first = self.lm.cache.lengths, False
             last_B1 = drafted.tokens.gather(1, (lengths_B - 1).clamp(min=0)[:, None])
             unread = ragged.to_lists(last_B1.masked_fill((lengths_B >= wanted_B)[:, None], ABSENT))
         self._pending.drop(lengths)
@@ -231,7 +231,7 @@ class PromptedDrafter(AutoregressiveDrafter):
         parts = (guesses.tokens, guesses.parents, candidates.tokens[:, :, 0])
         rows = zip(unread, *(part.tolist() for part in parts), strict=True)
         paths = [accepted_path(*guessed) if row else [] for row, *guessed in rows]
-        self.lm.accept_path(
+        self.lm.cache.accept_path(
             [[*range(len(row)), *(M + node for node in path)] for row, path in zip(unread, paths, strict=True)]
         )
         last = [path[-1] if path else -1 for path in paths]

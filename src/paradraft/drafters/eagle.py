@@ -82,7 +82,7 @@ class EagleDrafter(ModelDrafter):
         if k == 0:
             return Draft.empty(len(lengths), device)
         lengths_B1 = upload(lengths, device)[:, None]
-        states_B1D, committed = layers.read(lengths), self.lm.lengths
+        states_B1D, committed = layers.read(lengths), self.lm.cache.lengths
         best_BK = torch.empty(len(lengths), 0, dtype=torch.long, device=device)
         candidates: list[Candidates] = []
         for depth in range(k):
@@ -92,7 +92,7 @@ class EagleDrafter(ModelDrafter):
             logits_B1V = layers.target.head(states_B1D)
             candidates.append(self._sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), best_BK))
             best_BK = torch.cat([best_BK, candidates[-1].tokens[:, :, 0]], dim=1)
-        self.lm.rollback(committed)
+        self.lm.cache.rollback(committed)
         return assemble(joined(candidates), self._tree, aside=0.0, faster=grow)
 
     def _grown(self, lengths: Sequence[int]) -> Draft:

@@ -76,7 +76,7 @@ class PardDrafter(ModelDrafter):
         end = reading.shape[1] - 1
         rows_BK = upload([[min(max(len(row) - 1, 0) + i, end) for i in range(k)] for row in unread], device)
         out = self.lm.forward(reading, logit_rows=rows_BK, hidden_layers=self._layers)
-        self.lm.advance(kept)
+        self.lm.cache.advance(kept)
         self._pending.drop(lengths)
         states_BKD = gathered(out.hidden[FINAL_NORM], rows_BK) if self._correction else None
         return draft_of_pass(sampler, self._tree, out.logits, self._correction, states_BKD)

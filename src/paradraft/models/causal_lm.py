@@ -1,4 +1,4 @@
-"""Causal LM with a ragged KV cache: forward passes over drafts, chunked prefill, commit and rollback.
+"""Causal LM with a ragged KV cache: prefill in chunks, and forward passes over drafts.
 
 On CPUs passes are in C++, built once for all models (`forward/cpu`); for unsupported models torch computes them
 (`forward/eager.py`, `forward/compiled.py`). Prefill uses the same pass. Attention reads the used slots only.
@@ -18,18 +18,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paradraft.models import kv_cache
 from paradraft.models.architectures import context_of
+from paradraft.models.cached_rows import CachedRows
 from paradraft.models.config_check import check_architecture, check_capacity
 from paradraft.models.forward import FINAL_NORM, Forward, ForwardOut, NotFiniteError
 from paradraft.models.forward.choice import chosen
 from paradraft.models.forward.cpu.draw import draw
 from paradraft.models.forward.cpu.model import NativePass
-from paradraft.models.forward.cuda_graphs import graph_size
-from paradraft.models.forward.eager import BUCKET
 from paradraft.models.forward.pipeline import PipelinePass, StageModel
+from paradraft.models.kv_cache import Storage
 from paradraft.parents import depths, parents_of_chains
-from paradraft.ragged import from_lists, upload
+from paradraft.ragged import from_lists
 from paradraft.sampling.sampler import Draw
 from paradraft.tree import ABSENT
 
@@ -57,16 +56,6 @@ class PrefillOut:
     hidden: dict[int, Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedRow:
-    """Keys and values of the first `length` tokens of a row."""
-
-    length: int
-    storage: kv_cache.Storage
-
-
-FIRST_CAPACITY = 4096
-"""Initial capacity of a row, unless the model's is smaller."""
 PREFILL_CHUNK = 256
 
 
@@ -119,8 +108,6 @@ class CausalLM:
         parts = [stage.model for stage in stages] or [model]
         self.device = parts[-1].device
         """Device of tokens and logits: that of the last stage."""
-        self._layer_devices = [part.device for part in parts for _ in part.model.layers]
-        self._ranks = ranks
         self.refusals: list[str] = []
         """Warnings about passes in C++ that were refused for a supported model."""
         forward_of = partial(
@@ -128,96 +115,21 @@ class CausalLM:
         )
         self._compute: Forward = PipelinePass(stages, forward_of) if stages else forward_of(model)
         self._added: Tensor | None = None
-        self.starts = 0
-        """Number of `start` calls: because there is one cache, each call drops the rows of the one before."""
-        self._slots = self._slots_for(min(self.capacity, FIRST_CAPACITY))
-        self._largest = self._allocate(1, self._slots)
-        self._storage: kv_cache.Storage = []
-        self._rows = 0
-        """Rows that decoding passes read; later rows are still in prefill."""
+        self.cache = CachedRows(
+            model,
+            capacity=self.capacity,
+            width=self.width,
+            devices=[part.device for part in parts for _ in part.model.layers],
+            ranks=ranks,
+        )
+        self.cache.holders.add(self._compute)
         self.passes = Counter[Pass]()
         """Count of the passes since `start`, by size."""
-        self._set_lengths([])
-
-    def _slots_for(self, tokens: int) -> int:
-        """Slots for a row of this length and one pass after it."""
-        return -(-(tokens + graph_size(self.width)) // BUCKET) * BUCKET
-
-    def _allocate(self, batch_size: int, slots: int) -> kv_cache.Storage:
-        return kv_cache.allocate(
-            self.model.config,
-            batch_size=batch_size,
-            capacity=slots,
-            dtype=self.model.dtype,
-            devices=self._layer_devices,
-            ranks=self._ranks,
-        )
 
     def start(self) -> None:
         """Removes all rows."""
-        self.starts += 1
-        self._storage, self._rows = [], 0
-        self._set_lengths([])
+        self.cache.start()
         self.passes = Counter()
-
-    def join(self, rows: int, *, in_prefill: bool = False) -> None:
-        """Appends empty rows.
-
-        Args:
-            rows: their number.
-            in_prefill: for chunked prefill: decoding passes skip these rows until `admit`; no others may join before.
-
-        Raises:
-            ValueError: the cache does not fit into memory; also in `restore`, `prefill` and `forward`, which grow it.
-        """
-        assert self._rows == len(self.lengths), "rows are apart"
-        total = len(self.lengths) + rows
-        if not self._largest or len(self._largest[0][0]) < total:
-            self._grow(total, self._slots)
-        self._set_lengths([*self.lengths, *[0] * rows])
-        self._use(self._rows if in_prefill else total)
-
-    def admit(self) -> None:
-        """Ends chunked prefill: decoding passes read all rows again."""
-        self._use(len(self.lengths))
-
-    def _use(self, rows: int) -> None:
-        """Sets how many rows decoding passes read."""
-        self._rows, self._storage = rows, kv_cache.rows_of(self._largest, 0, rows)
-
-    def save(self, row: int, most: int) -> SavedRow:
-        """Copies keys and values of at most `most` first tokens of a row, for the prefix cache."""
-        length = min(self.lengths[row], most)
-        return SavedRow(length=length, storage=kv_cache.copied(self._storage, row, length))
-
-    def restore(self, row: int, saved: SavedRow, most: int) -> int:
-        """Fills an empty row with at most `most` tokens of a saved one; returns their number."""
-        length = min(saved.length, most)
-        self._reserve(length)
-        kv_cache.restore(self._largest, row, saved.storage, length)
-        self._set_lengths([length if index == row else other for index, other in enumerate(self.lengths)])
-        return length
-
-    def _reserve(self, tokens: int) -> None:
-        """Grows the cache for rows of this length and one pass after them.
-
-        It doubles each time, so that little is copied and passes are recorded or compiled for few cache shapes.
-        """
-        needed = self._slots_for(min(tokens, self.capacity))
-        if needed > self._slots:
-            self._grow(len(self.lengths), min(max(2 * self._slots, needed), self._slots_for(self.capacity)))
-            self._use(self._rows)
-
-    def _grow(self, rows: int, slots: int) -> None:
-        """Allocates a larger cache and copies the rows; without rows, the old one is freed before."""
-        self._storage = []
-        self._compute.forget()
-        before = self._largest if self.lengths else []
-        self._largest = []
-        self._largest, self._slots = self._allocate(rows, slots), slots
-        for new, old in zip(self._largest, before, strict=False):
-            for new_BCHD, old_BCHD in zip(new, old, strict=True):
-                new_BCHD[: len(self.lengths), : self._longest] = old_BCHD[: len(self.lengths), : self._longest]
 
     @torch.no_grad()
     def prefill(
@@ -250,16 +162,16 @@ class CausalLM:
 
     def _read(self, chunk_bN: Tensor, first: int, hidden_layers: Sequence[int], vectors: Tensor | None) -> ForwardOut:
         """Reads and keeps one prefill chunk of the rows from `first` on."""
-        self._reserve(self._longest + chunk_bN.shape[1])
-        storage = kv_cache.rows_of(self._largest, first, len(self.lengths))
+        self.cache.reserve(self.cache.longest + chunk_bN.shape[1])
+        storage = self.cache.rows_from(first)
         no_logits_b0 = torch.zeros(len(chunk_bN), 0, dtype=torch.long, device=self.device)
         chains_bN = parents_of_chains(*chunk_bN.shape, self.device)
-        lengths = self.lengths[first:]
+        lengths = self.cache.lengths[first:]
         try:
             out = self._pass(storage, lengths, chunk_bN, chains_bN, no_logits_b0, hidden_layers, vectors)
         except NotFiniteError as error:
             raise NotFiniteError(first + error.row) from None
-        self.advance([0] * first + (chunk_bN != ABSENT).sum(1).tolist())
+        self.cache.advance([0] * first + (chunk_bN != ABSENT).sum(1).tolist())
         return out
 
     def _no_states(self, rows: int) -> Tensor:
@@ -276,7 +188,7 @@ class CausalLM:
         hidden_layers: Sequence[int] = (),
         vectors: Tensor | None = None,
     ) -> ForwardOut:
-        """Reads new tokens after the cached ones; none is kept until `advance` or `accept_path`.
+        """Reads new tokens after the cached ones; the cache keeps none until its `advance` or `accept_path`.
 
         Arguments are those of `Forward`. By default tokens are a chain, and the logits of all are returned.
 
@@ -289,14 +201,14 @@ class CausalLM:
         chains_BN = parents_of_chains(B, N, self.device)
         parents_BN = chains_BN if parents_BN is None else parents_BN
         logit_rows = depths(chains_BN) if logit_rows is None else logit_rows
-        self._reserve(self._longest)
-        lengths = self.lengths[: self._rows]
-        out = self._pass(self._storage, lengths, tokens_BN, parents_BN, logit_rows, hidden_layers, vectors)
+        self.cache.reserve(self.cache.longest)
+        lengths = self.cache.lengths[: self.cache.decoding]
+        out = self._pass(self.cache.storage, lengths, tokens_BN, parents_BN, logit_rows, hidden_layers, vectors)
         return ForwardOut(logits=self.allowed(out.logits), hidden=out.hidden)
 
     def _pass(
         self,
-        storage: kv_cache.Storage,
+        storage: Storage,
         lengths: list[int],
         tokens_BN: Tensor,
         parents_BN: Tensor,
@@ -421,33 +333,3 @@ class CausalLM:
     def reserve(self, tokens: Iterable[int]) -> None:
         """Forbids tokens, such as a drafter's mask token, until the next call."""
         self._reserved = {token for token in tokens if token < self.vocab_size}
-
-    def _set_lengths(self, lengths: list[int]) -> None:
-        self.lengths = list(lengths)
-        """Cached tokens of each row."""
-        self._longest = max(lengths, default=0)
-
-    def advance(self, counts: list[int]) -> None:
-        """Keeps the first `counts` tokens of each row of the last pass."""
-        # A finished row is still decoded until all rows of its batch have finished; it must not outgrow the cache.
-        self._set_lengths([min(sum(pair), self.capacity) for pair in zip(self.lengths, counts, strict=True)])
-
-    def accept_path(self, paths: list[list[int]]) -> None:
-        """Keeps the tokens of the last pass on each row's accepted path, by compaction."""
-        if any(path != list(range(len(path))) for path in paths):
-            first_slot_B = upload(self.lengths[: self._rows], self.device)
-            kv_cache.compact(self._storage, first_slot_B, from_lists(paths, self.device))
-        self.advance([*map(len, paths), *[0] * (len(self.lengths) - self._rows)])
-
-    def keep(self, rows: Tensor) -> None:
-        """Compaction: drops all rows but `rows`, `[b]` old indices in the new order; rows in prefill stay last."""
-        is_whole = self._rows == len(self.lengths)
-        storage = self._storage if is_whole else kv_cache.rows_of(self._largest, 0, len(self.lengths))
-        kv_cache.move_rows(storage, rows, self.lengths)
-        self._use(sum(row < self._rows for row in rows.tolist()))
-        self._set_lengths([self.lengths[row] for row in rows.tolist()])
-
-    def rollback(self, lengths: list[int]) -> None:
-        """Shortens rows to earlier lengths."""
-        assert all(earlier <= now for earlier, now in zip(lengths, self.lengths, strict=True))
-        self._set_lengths(lengths)

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
-from paradraft.models.causal_lm import CausalLM, SavedRow
+from paradraft.models.cached_rows import SavedRow
+from paradraft.models.causal_lm import CausalLM
 from paradraft.models.prompt_tokens import forward_with_probes
 from paradraft.parents import depths, parents_of_chains, with_root
 from paradraft.ragged import from_lists, upload
@@ -75,7 +76,7 @@ class Target:
     @property
     def starts(self) -> int:
         """Number of batches started: because there is one cache, a new batch ends the one before."""
-        return self.lm.starts
+        return self.lm.cache.starts
 
     @property
     def capacity(self) -> int:
@@ -97,7 +98,7 @@ class Target:
     @property
     def fewest_rows(self) -> int:
         """Least rows that the batch may shrink to."""
-        return min(self.lm.min_rows, len(self.lm.lengths))
+        return min(self.lm.min_rows, len(self.lm.cache.lengths))
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -140,7 +141,7 @@ class Target:
         prompts = [request.tokens for request in requests]
         self._check_room(max(map(len, prompts)))
         before = len(self._root_B1)
-        self.lm.join(len(prompts))
+        self.lm.cache.join(len(prompts))
         known = [0] * len(prompts)
         for index, prefix in enumerate(prefixes):
             known[index] = self._restore(before + index, prompts[index], prefix)
@@ -158,7 +159,7 @@ class Target:
         See `join` for `prefix` and errors.
         """
         self._check_room(len(request.tokens))
-        self.lm.join(1, in_prefill=True)
+        self.lm.cache.join(1, in_prefill=True)
         known = self._restore(len(self._root_B1), request.tokens, prefix)
         self._prefill = _ChunkedPrefill(tokens=request.tokens, known=known)
 
@@ -170,14 +171,14 @@ class Target:
         """
         assert self._prefill is not None
         row, prompt = self._prefill, self._prefill.tokens
-        before, first = len(self._root_B1), self.lm.lengths[-1]
+        before, first = len(self._root_B1), self.lm.cache.lengths[-1]
         last = min(first + most, len(prompt) - 1)
         read = self.lm.prefill([[]] * before + [prompt[first : last + 1]], self._hidden_layers)
         row.states.append({layer: states[before:] for layer, states in read.hidden.items()})
         if last < len(prompt) - 1:
             return last - first, None
         self._prefill = None
-        self.lm.admit()
+        self.lm.cache.admit()
         self._root_B1 = torch.cat([self._root_B1, upload([prompt[-1:]], self.device)])
         hidden = {
             layer: _after(torch.cat([part[layer] for part in row.states], dim=1), [row.known], len(prompt))
@@ -188,7 +189,7 @@ class Target:
     def give_up(self) -> None:
         """Removes the row of `begin`."""
         self._prefill = None
-        self.lm.keep(torch.arange(len(self._root_B1)))
+        self.lm.cache.keep(torch.arange(len(self._root_B1)))
 
     def _check_room(self, tokens: int) -> None:
         if tokens > self.capacity:
@@ -203,7 +204,7 @@ class Target:
         saved, shared = prefix
         # The last known token is read again for its state, from which the first unread one is predicted.
         most = min(shared, len(prompt) - 1) - bool(self._hidden_layers)
-        return self.lm.restore(row, saved, max(most, 0))
+        return self.lm.cache.restore(row, saved, max(most, 0))
 
     def forward(self, draft: Draft) -> TargetOut:
         """Reads the last committed tokens, the whole draft and its probes in one pass."""
@@ -219,7 +220,7 @@ class Target:
     def commit(self, verdict: Verdict, out: TargetOut) -> Committed:
         """Keeps the accepted path; the verdict's next token becomes the new root."""
         rows = [[0, *(node + 1 for node in path)] for path in verdict.paths]  # node n was row n + 1 of the pass
-        self.lm.accept_path(rows)
+        self.lm.cache.accept_path(rows)
         self._root_B1 = upload([tokens[-1:] for tokens in verdict.tokens], self.device)
         hidden = {}
         if out.hidden:
@@ -230,8 +231,8 @@ class Target:
 
     def keep(self, rows: Tensor) -> None:
         """Drops all rows but `rows`, `[b]` old indices in the new order; one in chunked prefill stays."""
-        in_prefill = torch.arange(len(self._root_B1), len(self.lm.lengths))
-        self.lm.keep(torch.cat([rows, in_prefill]))
+        in_prefill = torch.arange(len(self._root_B1), len(self.lm.cache.lengths))
+        self.lm.cache.keep(torch.cat([rows, in_prefill]))
         self._root_B1 = self._root_B1[rows]
 
 

@@ -75,18 +75,18 @@ def test_a_wrong_rule_fails(family: Path, wrong: Callable[..., Verdict], monkeyp
 def test_a_broken_cache_fails(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against faults in the logits themselves, which every rule then obeys honestly."""
     engine = drafted(family)
-    accept_path = engine.target.lm.accept_path
+    accept_path = engine.target.lm.cache.accept_path
 
     def forgetful(paths: list[list[int]]) -> None:
         # The second slot that a round has written is lost.
         lm = engine.target.lm
         if max(map(len, paths)) > 1:
-            for keys, values in lm._storage:
-                for row, length in enumerate(lm.lengths):
+            for keys, values in lm.cache.storage:
+                for row, length in enumerate(lm.cache.lengths):
                     keys[row, length + 1], values[row, length + 1] = 0.0, 0.0
         accept_path(paths)
 
-    monkeypatch.setattr(engine.target.lm, "accept_path", forgetful)
+    monkeypatch.setattr(engine.target.lm.cache, "accept_path", forgetful)
     report = run(engine, tokens=40)
     assert report.verdict == FAIL
     assert report.largest_difference > 1e-3

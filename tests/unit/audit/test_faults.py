@@ -142,7 +142,7 @@ def rejected_tokens_stay(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values of one rejected token stay in the cache."""
     last: list[Tensor] = []
     around_wide_passes(lm, monkeypatch, lambda tokens: last.__setitem__(slice(None), [tokens]))
-    accept_path = lm.accept_path
+    accept_path = lm.cache.accept_path
 
     def keep_more(paths: list[list[int]]) -> None:
         if last:
@@ -155,7 +155,7 @@ def rejected_tokens_stay(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
             last.clear()
         accept_path(paths)
 
-    monkeypatch.setattr(lm, "accept_path", keep_more)
+    monkeypatch.setattr(lm.cache, "accept_path", keep_more)
 
 
 def positions_off_by_one(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,8 +188,8 @@ def other_rows_cache(lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def copy(tokens: Tensor) -> None:
         if len(tokens) > 1:
-            common = min(lm.lengths[:2])
-            for layer in lm._storage:
+            common = min(lm.cache.lengths[:2])
+            for layer in lm.cache.storage:
                 for stored in layer:
                     stored[1, :common] = stored[0, :common]
 

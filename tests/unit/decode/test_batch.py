@@ -216,7 +216,7 @@ def test_prompts_and_roots_stay_with_their_rows() -> None:
     batch.join([second])
     assert batch.generations == [first, second]
     assert batch.target._root_B1.tolist() == [[first.tokens[0]], [5]]
-    assert batch.target.lm.lengths == [2, 3]
+    assert batch.target.lm.cache.lengths == [2, 3]
 
 
 class SeenLengths(Fixed):

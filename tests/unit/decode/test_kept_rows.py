@@ -13,7 +13,8 @@ from paradraft.decode.generation import Generation
 from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.decode.prefix_cache import CachedRow, shared_length
 from paradraft.drafters.none import NoDrafter
-from paradraft.models.causal_lm import CausalLM, SavedRow
+from paradraft.models.cached_rows import SavedRow
+from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.support.decoding import requests

@@ -215,12 +215,12 @@ def test_each_row_is_drafted_as_deep_as_it_wants(prompts: tuple[list[int], ...])
     (drafter, model), texts = pard(), list(map(list, prompts))
     started(drafter, texts)
     for number, lengths in enumerate([[4, 0], [0, 3], [0, 0], [1, 4], [2, 0], [0, 1], [4, 4]]):
-        before = list(drafter.lm.lengths)
+        before = list(drafter.lm.cache.lengths)
         drafts = drafter.propose(lengths).tokens.tolist()
         for row, (length, text) in enumerate(zip(lengths, texts, strict=True)):
             if length:
                 assert drafts[row][:length] == naive_draft(model, text, [MASK] * (length - 1))
-            assert drafter.lm.lengths[row] == (len(text) if length else before[row])
+            assert drafter.lm.cache.lengths[row] == (len(text) if length else before[row])
         new = [[7 + number, row] for row in range(2)]
         drafter.commit(committed(*new))
         texts = [text + tokens for text, tokens in zip(texts, new, strict=True)]
@@ -275,6 +275,6 @@ def test_a_row_begins_with_what_was_saved_of_another(text: list[int], shared: in
     assert saved.length == 4
     drafter.join(requests([text]), committed(text))
     drafter.restore(2, saved, shared)
-    assert drafter.lm.lengths == [0, 5, known]
+    assert drafter.lm.cache.lengths == [0, 5, known]
     texts = [[9, 8, 7], [1, 2, 3, 4, 5, 6], text]
     assert drafter.propose([4] * 3).tokens.tolist() == [naive_draft(model, row, [MASK] * 3) for row in texts]

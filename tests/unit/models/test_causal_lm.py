@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.models import causal_lm, kv_cache
+from paradraft.models import cached_rows, causal_lm, kv_cache
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import eager
 from paradraft.models.forward.eager import NotFiniteError
@@ -64,10 +64,10 @@ def test_tree_and_kept_path_equal_a_fresh_prefill(llama: bool, pad_to: int, seed
                 read = [tokens[row][i] for i in path_to(parents[row], node)]
                 assert_close(logits[row, node], fresh(lm, text[:-1] + read))
             paths.append(path_to(parents[row], random.Random(turn * 3 + row).randrange(7)))
-        lm.accept_path(paths)
+        lm.cache.accept_path(paths)
         for row, path in enumerate(paths):
             texts[row] = texts[row][:-1] + [tokens[row][node] for node in path] + [turn]
-        assert lm.lengths == [len(text) - 1 for text in texts]
+        assert lm.cache.lengths == [len(text) - 1 for text in texts]
         assert_cache_is_fresh(lm, texts)
 
 
@@ -90,11 +90,11 @@ def test_any_sequence_of_trees_and_leaving_rows_equals_fresh_passes(seed: int, n
             read = [tokens[row][node] for node in paths[row]]
             assert_close(logits[row, last], fresh(lm, text[:-1] + read))
             texts[row] = text[:-1] + read + [chooser.randrange(VOCAB)]
-        lm.accept_path(paths)
+        lm.cache.accept_path(paths)
         staying = [row for row in range(len(texts)) if chooser.random() < 0.7] or [0]
         texts = [texts[row] for row in staying]
-        lm.keep(torch.tensor(staying))
-        assert lm.lengths == [len(text) - 1 for text in texts]
+        lm.cache.keep(torch.tensor(staying))
+        assert lm.cache.lengths == [len(text) - 1 for text in texts]
 
 
 def assert_cache_is_fresh(lm: CausalLM, texts: list[list[int]]) -> None:
@@ -109,9 +109,9 @@ def assert_cache_is_fresh(lm: CausalLM, texts: list[list[int]]) -> None:
 
 def cached(lm: CausalLM, layer: int, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`[B, H, slots, D]` keys and values: what a pass of no tokens sees."""
-    rows = len(lm.lengths)
+    rows = len(lm.cache.lengths)
     nothing = torch.empty(rows, 2, 0, 8, dtype=torch.float64)
-    return SlotCache(lm._storage, torch.empty(rows, 0, dtype=torch.long), slots).update(nothing, nothing, layer)
+    return SlotCache(lm.cache.storage, torch.empty(rows, 0, dtype=torch.long), slots).update(nothing, nothing, layer)
 
 
 @pytest.mark.parametrize("llama", [False, True])
@@ -124,7 +124,7 @@ def test_ragged_chain_equals_fresh_passes(llama: bool) -> None:
     number_B = (tokens != ABSENT).sum(1)
     logits = lm.forward(tokens, logit_rows=number_B[:, None] - 1).logits
     assert logits.shape == (3, 1, VOCAB)
-    lm.advance(number_B.tolist())
+    lm.cache.advance(number_B.tolist())
     texts = [row[:-1] + new for row, new in zip(PROMPTS, more, strict=True)]
     again = lm.forward(torch.tensor([[11], [12], [13]])).logits
     for row, text in enumerate(texts):
@@ -136,15 +136,15 @@ def test_rewind_forgets_what_came_after() -> None:
     """Guards rollback: rejected tokens must not be seen by later passes, at another length in every row."""
     lm = causal()
     prefilled(lm, PROMPTS)
-    kept = lm.lengths
+    kept = lm.cache.lengths
     lm.forward(torch.tensor([[1, 2, 3, 4]] * 3))
-    lm.advance([4, 4, 4])
-    lm.rollback([length + stay for length, stay in zip(kept, [0, 2, 4], strict=True)])
+    lm.cache.advance([4, 4, 4])
+    lm.cache.rollback([length + stay for length, stay in zip(kept, [0, 2, 4], strict=True)])
     logits = lm.forward(torch.tensor([[20, 21]] * 3)).logits
     for row, (prompt, stay) in enumerate(zip(PROMPTS, [0, 2, 4], strict=True)):
         assert_close(logits[row, 1], fresh(lm, [*prompt[:-1], *[1, 2, 3, 4][:stay], 20, 21]))
     with pytest.raises(AssertionError):
-        lm.rollback([length + 1 for length in lm.lengths])
+        lm.cache.rollback([length + 1 for length in lm.cache.lengths])
 
 
 def test_nothing_is_kept_before_keep() -> None:
@@ -177,7 +177,7 @@ def test_prompts_are_read_in_chunks_across_buckets(monkeypatch: pytest.MonkeyPat
     chooser = random.Random(0)
     rows = [[chooser.randrange(VOCAB) for _ in range(length)] for length in (1, 25, 100)]
     last_B1 = prefilled(lm, rows)
-    assert lm.lengths == [0, 24, 99]
+    assert lm.cache.lengths == [0, 24, 99]
     logits = lm.forward(last_B1).logits
     for row, text in enumerate(rows):
         assert_close(logits[row, 0], fresh(lm, text))
@@ -217,14 +217,14 @@ def test_sliding_windows_are_refused() -> None:
 def test_an_ended_row_may_outgrow_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a crash, and against writing into the rows beside it, where a row that has ended at the capacity
     is read on, by more tokens than the cache has to spare, until its batch has ended."""
-    for module in (causal_lm, eager):
+    for module in (cached_rows, eager):
         monkeypatch.setattr(module, "BUCKET", 16)
     lm, alone = causal(capacity=40), causal(capacity=40)
     prefilled(lm, [[7] * 40, [3]])
     lm.prefill([[5] * 36, [3, *[9] * 35]])
     prefilled(alone, [[3, *[9] * 35]])
     for one in (lm, alone):
-        assert one.lengths[-1] == 35
+        assert one.cache.lengths[-1] == 35
     assert_close(lm.forward(torch.tensor([[1], [9]])).logits[1], alone.forward(torch.tensor([[9]])).logits[0])
 
 
@@ -235,58 +235,58 @@ def test_a_cache_that_grows_holds_what_it_held() -> None:
     texts, memory = [list(row) for row in PROMPTS], list[int]()
     prefilled(lm, texts)
     for joining in ([[5, 5]], [[1], [6] * 40], []):
-        before = lm._storage
-        lm.join(len(joining))
+        before = lm.cache.storage
+        lm.cache.join(len(joining))
         lm.prefill([[ABSENT]] * len(texts) + joining)
         texts += joining
         if joining:
             for keys, values in before:
                 keys.fill_(torch.nan)
                 values.fill_(torch.nan)
-        memory.append(lm._storage[0][0].data_ptr())
-        assert len(lm._storage[0][0]) == len(texts)
+        memory.append(lm.cache.storage[0][0].data_ptr())
+        assert len(lm.cache.storage[0][0]) == len(texts)
         assert_cache_is_fresh(lm, texts)
         logits = lm.forward(torch.tensor([[text[-1]] for text in texts])).logits
         for row, text in enumerate(texts):
             assert_close(logits[row, 0], fresh(lm, text))
     assert memory[2] == memory[1] != memory[0]
-    lm.keep(torch.tensor([5, 1]))
+    lm.cache.keep(torch.tensor([5, 1]))
     texts = [texts[5], texts[1]]
-    lm.join(4)
+    lm.cache.join(4)
     lm.prefill([[ABSENT]] * 2 + PROMPTS + [[7, 7]])
-    assert lm._storage[0][0].data_ptr() == memory[2]
+    assert lm.cache.storage[0][0].data_ptr() == memory[2]
     assert_cache_is_fresh(lm, [*texts, *PROMPTS, [7, 7]])
 
 
 def test_a_cache_grows_with_its_longest_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards long texts against a cache that begins small: while a prompt is read, in passes, and for kept rows; and
     the memory that is allocated for short ones."""
-    for module in (causal_lm, eager):
+    for module in (cached_rows, eager):
         monkeypatch.setattr(module, "BUCKET", 16)
-    monkeypatch.setattr(causal_lm, "FIRST_CAPACITY", 8)
+    monkeypatch.setattr(cached_rows, "FIRST_CAPACITY", 8)
     lm = causal(width=8)
     texts, sizes = [[row % VOCAB for row in range(20)], [3, 1]], list[int]()
     prefilled(lm, [[2]])
-    sizes.append(kv_cache.slots_of(lm._storage))
+    sizes.append(kv_cache.slots_of(lm.cache.storage))
     prefilled(lm, texts)
-    sizes.append(kv_cache.slots_of(lm._storage))
+    sizes.append(kv_cache.slots_of(lm.cache.storage))
     for turn in range(40):
         logits = lm.forward(torch.tensor([[text[-1]] for text in texts])).logits
         for row, text in enumerate(texts):
             assert_close(logits[row, 0], fresh(lm, text))
             text.append((turn + row) % VOCAB)
-        lm.advance([1, 1])
+        lm.cache.advance([1, 1])
     assert_cache_is_fresh(lm, texts)
-    sizes.append(kv_cache.slots_of(lm._storage))
+    sizes.append(kv_cache.slots_of(lm.cache.storage))
     assert sizes == [16, 32, 128]
-    saved, other = lm.save(0, 50), causal(width=8)
+    saved, other = lm.cache.save(0, 50), causal(width=8)
     other.start()
-    other.join(1)
-    assert other.restore(0, saved, 50) == 50
+    other.cache.join(1)
+    assert other.cache.restore(0, saved, 50) == 50
     assert_close(other.forward(torch.tensor([texts[0][50:51]])).logits[0, 0], fresh(lm, texts[0][:51]))
     full = prefilled(lm, [[5] * 128])
     assert_close(lm.forward(full).logits[0, 0], fresh(lm, [5] * 128))
-    assert kv_cache.slots_of(lm._storage) == 128 + 16
+    assert kv_cache.slots_of(lm.cache.storage) == 128 + 16
 
 
 def test_a_cache_that_cannot_grow_is_said_and_can_be_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +296,7 @@ def test_a_cache_that_cannot_grow_is_said_and_can_be_begun_again(monkeypatch: py
     with monkeypatch.context() as patched:
         patched.setattr(kv_cache, "free_bytes", lambda _: 1.0)
         with pytest.raises(ValueError, match="a cache for 4 rows"):
-            lm.join(1)
+            lm.cache.join(1)
     logits = lm.forward(prefilled(lm, PROMPTS)).logits
     for row, text in enumerate(PROMPTS):
         assert_close(logits[row, 0], fresh(lm, text))
@@ -309,11 +309,11 @@ def test_rows_move_into_holes_with_their_texts() -> None:
     texts = [[7], [3, 1, 4, 1, 5], [2, 0, 9], list(range(30)), [8] * 12]
     prefilled(lm, texts)
     for order in ([3, 4, 2], [1, 0, 2], [2, 1]):
-        lm.keep(torch.tensor(order))
+        lm.cache.keep(torch.tensor(order))
         texts = [texts[row] for row in order]
-        assert lm.lengths == [len(text) - 1 for text in texts]
+        assert lm.cache.lengths == [len(text) - 1 for text in texts]
         assert_cache_is_fresh(lm, texts)
-    lm.join(1)
+    lm.cache.join(1)
     lm.prefill([[ABSENT], [ABSENT], [6, 5, 4]])
     texts.append([6, 5, 4])
     logits = lm.forward(torch.tensor([[text[-1]] for text in texts])).logits
@@ -326,14 +326,14 @@ def test_rows_that_join_are_read_alone() -> None:
     is; the read rows need not be new."""
     lm = causal()
     prefilled(lm, PROMPTS)
-    lm.join(2)
+    lm.cache.join(2)
     before = lm.passes.copy()
     assert lm.prefill([[9], [9], [9], [1, 2, 3], [4]]).last == [[9], [9], [9], [3], [4]]
     (read,) = (lm.passes - before).elements()
     assert (read.rows, read.tokens, read.logits) == (2, 2, 0)
-    assert lm.lengths == [0, 4, 8, 2, 0]
+    assert lm.cache.lengths == [0, 4, 8, 2, 0]
     assert lm.prefill([[9], [5, 6], [9], [9], [7, 8]]).last[1] == [6]
-    assert lm.lengths == [0, 5, 8, 2, 1]
+    assert lm.cache.lengths == [0, 5, 8, 2, 1]
     assert_cache_is_fresh(lm, [[7], [*PROMPTS[1][:-1], 5, 6], PROMPTS[2], [1, 2, 3], [7, 8]])
 
 
@@ -343,7 +343,7 @@ def test_the_row_whose_states_are_no_numbers_is_named() -> None:
     with torch.no_grad():
         lm.model.get_input_embeddings().weight[50] = torch.nan
     prefilled(lm, PROMPTS)
-    lm.join(2)
+    lm.cache.join(2)
     with pytest.raises(NotFiniteError) as caught:
         lm.prefill([[ABSENT]] * 3 + [[1, 2, 3], [4, 50, 5]])
     assert caught.value.row == 4

@@ -53,7 +53,7 @@ def test_trees_and_states_are_those_of_a_fresh_pass(kind: str) -> None:
                 for layer, index in ((0, 0), (2, 2), (-1, -1)):
                     close(hidden[layer][row, node], fresh.hidden_states[index][0, -1])
             paths.append(path_to(parents[row], 3))
-        lm.accept_path(paths)
+        lm.cache.accept_path(paths)
         for text, path, row in zip(texts, paths, tokens, strict=True):
             text[-1:] = [row[node] for node in path] + [chooser.randrange(VOCAB)]
 

@@ -40,9 +40,9 @@ def test_prompts_are_as_long_as_the_capacity_at_most() -> None:
     ours.start()
     with pytest.raises(ValueError, match="21 tokens, the model has room for 20"):
         ours.join(requests([[1], [1] * 21]))
-    assert ours.lm.lengths == []
+    assert ours.lm.cache.lengths == []
     ours.join(requests([[1] * 20]))
-    assert ours.lm.lengths == [19]
+    assert ours.lm.cache.lengths == [19]
 
 
 def test_what_was_read_is_told() -> None:
@@ -60,10 +60,10 @@ def test_states_after_a_kept_row_are_those_of_the_whole_prompt(shared: int) -> N
     ours, prompts = target(), [[5, 6, 7, 5, 6, 7, 9, 10], [1, 2, 3]]
     ours.start(hidden_layers=(FINAL_NORM, 1))
     whole = ours.join(requests(prompts))
-    saved = ours.lm.save(0, 7)
+    saved = ours.lm.cache.save(0, 7)
     ours.start(hidden_layers=(FINAL_NORM, 1))
     begun = ours.join(requests(prompts), [(saved, shared), None])
-    assert ours.lm.lengths == [7, 2]
+    assert ours.lm.cache.lengths == [7, 2]
     for layer in (FINAL_NORM, 1):
         torch.testing.assert_close(begun.hidden[layer][0, shared:], whole.hidden[layer][0, shared:])
         torch.testing.assert_close(begun.hidden[layer][1, :3], whole.hidden[layer][1, :3])
@@ -174,13 +174,13 @@ def test_rows_begin_with_what_was_saved_of_others() -> None:
     ours = target()
     ours.start()
     ours.join(requests([[4, 4], [1, 2, 3, 4, 5]]))
-    saved = ours.lm.save(1, 9)
+    saved = ours.lm.cache.save(1, 9)
     ours.keep(torch.tensor([0]))
     texts = [[4, 4], [5, 6], [1, 2, 3, 9, 8, 7], [1, 2], [1, 2, 3, 4, 5, 6]]
     before = ours.lm.passes.copy()
     told = ours.join(requests(texts[1:]), [None, (saved, 3), (saved, 2), (saved, 5)])
     assert told.tokens == texts[1:]
-    assert ours.lm.lengths == [len(text) - 1 for text in texts]
+    assert ours.lm.cache.lengths == [len(text) - 1 for text in texts]
     assert max(made.tokens for made in ours.lm.passes - before) == 2, "only what no row had is read"
     logits = ours.forward(Draft.empty(len(texts), ours.device)).logits
     for row, text in enumerate(texts):
@@ -188,4 +188,4 @@ def test_rows_begin_with_what_was_saved_of_others() -> None:
         torch.testing.assert_close(logits[row, 0], fresh, rtol=1e-10, atol=1e-10)
     before = ours.lm.passes.copy()
     ours.join(requests([[1, 2, 3, 4]]), [(saved, 4)])
-    assert ours.lm.lengths[-1] == 3 and ours.lm.passes == before, "the last token is read in the next round"
+    assert ours.lm.cache.lengths[-1] == 3 and ours.lm.passes == before, "the last token is read in the next round"

@@ -80,7 +80,7 @@ def lm_of(folder: Path | str, dtype: str = "int8", **settings: Any) -> CausalLM:
 
 def logits_of(lm: CausalLM) -> Tensor:
     lm.start()
-    lm.join(2)
+    lm.cache.join(2)
     return lm.forward(torch.arange(1, 21).view(2, 10)).logits
 
 

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig, 
 from paradraft.core import Committed, Request
 from paradraft.formats.head import Head
 from paradraft.models.architectures import FAMILIES, head_size, spec_of
-from paradraft.models.causal_lm import CausalLM, SavedRow
+from paradraft.models.cached_rows import SavedRow
+from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import gathered
@@ -162,7 +163,7 @@ class DraftLayers:
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """Adds rows after the others; the prefill happens at the first draft."""
-        self.lm.join(len(requests))
+        self.lm.cache.join(len(requests))
         before, after = self._tokens, from_lists(prompt.tokens, self.lm.device)[:, self._unread :]
         most = max(before.shape[1], after.shape[1])
         pad = nn.functional.pad
@@ -198,13 +199,13 @@ class DraftLayers:
 
     def keep(self, rows: Tensor) -> None:
         """Drops and reorders rows."""
-        self.lm.keep(rows)
+        self.lm.cache.keep(rows)
         self._tokens, self._states = self._tokens[rows], self._states[rows]
 
     def save(self, row: int, most: int) -> SavedLayers:
         """See `Drafter.save`."""
         most = max(most - self._unread, 0)
-        cache = self.lm.save(row, most)
+        cache = self.lm.cache.save(row, most)
         unread = min(most - cache.length, int((self._tokens[row] != ABSENT).sum()))
         return SavedLayers(cache=cache, states=self._states[row, :unread].clone())
 
@@ -214,7 +215,7 @@ class DraftLayers:
         length = int((self._tokens[row] != ABSENT).sum())
         if not length:
             return
-        known = self.lm.restore(row, saved.cache, min(shared, length - 1))
+        known = self.lm.cache.restore(row, saved.cache, min(shared, length - 1))
         # The target did not read the common prefix again, so its states are those of the other row.
         more = max(min(shared - known, len(saved.states)), 0) if known == saved.cache.length else 0
         self._states[row, known : known + more] = saved.states[:more].to(self._states.dtype)
@@ -224,7 +225,7 @@ class DraftLayers:
 
     def able(self, lengths: Sequence[int]) -> list[int]:
         """The lengths that rows can draft: 0 right after a prompt of one token, if that is never read."""
-        if not self._unread or all(self.lm.lengths):
+        if not self._unread or all(self.lm.cache.lengths):
             return list(lengths)
         have_tokens = (self._tokens != ABSENT).any(1).tolist()
         return [length if has_tokens else 0 for length, has_tokens in zip(lengths, have_tokens, strict=True)]
@@ -255,7 +256,7 @@ class DraftLayers:
         widths = [count + min(length, k) - 1 if count else 0 for count, length in zip(counts, lengths, strict=True)]
         present = [[0] * width + [ABSENT] * (max(widths) - width) for width in widths]
         read_BND = self.look(upload(present, device), None, vectors_BND[:, : max(widths)])
-        self.lm.advance(counts)
+        self.lm.cache.advance(counts)
         self._tokens = self._tokens.masked_fill(is_wanted_B1, ABSENT)
         self._tidy()
         rows = [[min(max(count - 1, 0) + i, max(widths) - 1) for i in range(k)] for count in counts]
@@ -271,7 +272,7 @@ class DraftLayers:
         present_B1 = tokens_B1.masked_fill(tokens_B1 >= 0, 0).clamp(min=ABSENT)
         vectors_B1D = self.joined(self.target.embed(tokens_B1), states_B1D)
         states_B1D = self.look(present_B1, None, vectors_B1D)
-        self.lm.advance((present_B1[:, 0] != ABSENT).long().tolist())
+        self.lm.cache.advance((present_B1[:, 0] != ABSENT).long().tolist())
         return states_B1D
 
     def look(self, present_BN: Tensor, parents_BN: Tensor | None, vectors_BND: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from paradraft import ragged
 from paradraft.core import Committed, Request
-from paradraft.models.causal_lm import CausalLM, SavedRow
+from paradraft.models.cached_rows import SavedRow
+from paradraft.models.causal_lm import CausalLM
 
 
 class PendingTokens:
@@ -25,7 +26,7 @@ class PendingTokens:
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """Adds rows whose prompts are pending."""
-        self._lm.join(len(requests))
+        self._lm.cache.join(len(requests))
         self.rows += [list(request.tokens) for request in requests]
 
     def of(self, lengths: Sequence[int]) -> list[list[int]]:
@@ -47,13 +48,13 @@ class PendingTokens:
     def keep(self, rows: Tensor) -> None:
         """See `Drafter`."""
         self.rows = [self.rows[row] for row in rows.tolist()]
-        self._lm.keep(rows)
+        self._lm.cache.keep(rows)
 
     def save(self, row: int, most: int) -> SavedRow:
         """The row of the KV cache."""
-        return self._lm.save(row, most)
+        return self._lm.cache.save(row, most)
 
     def restore(self, row: int, saved: SavedRow, shared: int) -> None:
         """Reuses the common prefix of the saved row; the rest of the prompt stays pending."""
-        known = self._lm.restore(row, saved, min(shared, len(self.rows[row]) - 1))
+        known = self._lm.cache.restore(row, saved, min(shared, len(self.rows[row]) - 1))
         self.rows[row] = self.rows[row][known:]

@@ -60,7 +60,7 @@ def test_compiled_passes_equal_eager_ones(dtype: torch.dtype) -> None:
             there = torch.tensor(tokens) != ABSENT
             torch.testing.assert_close(fast[there], plain[there], rtol=1e-5, atol=1e-5)
         for lm in all_lms:
-            lm.advance([1] * rows)
+            lm.cache.advance([1] * rows)
 
 
 def few_bits() -> PreTrainedModel:

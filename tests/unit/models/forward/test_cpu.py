@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
-from paradraft.models import causal_lm
+from paradraft.models import cached_rows
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.compiled import CompiledPass
 from paradraft.models.forward.cpu.matrix import KINDS, PackedMatrix, WrongPassError
@@ -91,7 +91,7 @@ def test_every_cut_into_passes_gives_the_same_bits(dtype: torch.dtype, size: tup
         parts = []
         for part in text.split(widths, dim=1):
             parts.append(lm.forward(part).logits)
-            lm.advance([part.shape[1]])
+            lm.cache.advance([part.shape[1]])
         assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
@@ -100,11 +100,11 @@ def test_a_cache_that_grows_changes_no_bit(dtype: torch.dtype, monkeypatch: pyte
     """Guards rotations of positions that were not known at first."""
     text = tokens(150)
     whole = lm_of(random_model(dtype=dtype), width=150).forward(text).logits[0]
-    monkeypatch.setattr(causal_lm, "FIRST_CAPACITY", 8)
+    monkeypatch.setattr(cached_rows, "FIRST_CAPACITY", 8)
     lm = lm_of(random_model(dtype=dtype), width=8)
     for start in range(0, 150, 5):
         assert torch.equal(lm.forward(text[:, start : start + 5]).logits[0], whole[start : start + 5])
-        lm.advance([5])
+        lm.cache.advance([5])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -116,13 +116,13 @@ def test_rows_of_a_batch_do_not_see_each_other(dtype: torch.dtype) -> None:
         text[row, length:] = ABSENT
     empty_rows(lm, 3)
     together = lm.forward(text).logits
-    lm.advance(lengths)
+    lm.cache.advance(lengths)
     more = tokens(5, rows=3)
     later = lm.forward(more).logits
     for row, length in enumerate(lengths):
         empty_rows(lm, 1)
         assert torch.equal(lm.forward(text[row : row + 1, :length]).logits[0], together[row, :length])
-        lm.advance([length])
+        lm.cache.advance([length])
         assert torch.equal(lm.forward(more[row : row + 1]).logits[0], later[row])
 
 
@@ -135,11 +135,11 @@ def test_absent_tokens_are_not_computed(dtype: torch.dtype) -> None:
     for row, gone in enumerate(([5, 6, 7, 8], [1, 3], [*range(9)], [6])):
         text[row, gone] = ABSENT
     empty_rows(lm, 4)
-    for part in (part for layer in lm._storage for part in layer):
+    for part in (part for layer in lm.cache.storage for part in layer):
         part.fill_(torch.nan)
     together = lm.forward(text, parents, torch.tensor([[0, 8, 3, 8, 2]] * 4)).logits
     is_there = text != ABSENT
-    for part in (part for layer in lm._storage for part in layer):
+    for part in (part for layer in lm.cache.storage for part in layer):
         assert torch.equal(part[:, :9].isnan().flatten(2).all(2), ~is_there)
         assert torch.equal(part[:, :9].isnan().flatten(2).any(2), ~is_there)
     for row in range(4):
@@ -173,7 +173,7 @@ def test_a_token_of_a_tree_is_what_it_is_behind_its_ancestors_alone(dtype: torch
     lm = lm_of(random_model(size=size, dtype=dtype))
     text, parents = tokens(10), torch.tensor([[-1, 0, 0, 1, 2, 2, 4, 4, 7, 3]])
     lm.forward(tokens(33))
-    lm.advance([33])
+    lm.cache.advance([33])
     tree = lm.forward(text, parents).logits
     for leaf in range(10):
         path = [leaf]
@@ -181,7 +181,7 @@ def test_a_token_of_a_tree_is_what_it_is_behind_its_ancestors_alone(dtype: torch
             path.insert(0, parent)
         assert torch.equal(lm.forward(text[:, path]).logits[0, -1], tree[0, leaf])
     lm.forward(text, parents)
-    lm.accept_path([[0, 2, 4, 7, 8]])
+    lm.cache.accept_path([[0, 2, 4, 7, 8]])
     kept = lm.forward(text[:, 9:]).logits
     empty_rows(lm, 1)
     anew = lm.forward(torch.cat([tokens(33), text[:, [0, 2, 4, 7, 8, 9]]], dim=1)).logits
@@ -237,7 +237,7 @@ def test_a_smaller_cache_is_given_back_first() -> None:
     """Guards memory: two caches at once may not fit."""
     lm = lm_of(random_model())
     lm.forward(tokens(3))
-    smaller = weakref.ref(lm._storage[0][0])
+    smaller = weakref.ref(lm.cache.storage[0][0])
     empty_rows(lm, 3)
     assert smaller() is None
 
@@ -252,11 +252,11 @@ def test_rows_that_join_and_move_change_no_bit(dtype: torch.dtype) -> None:
         alone.append(lm.forward(row[None]).logits[0, 19])
     rows = text.tolist()
     empty_rows(lm, 2)
-    lm._largest = lm._allocate(2, lm._slots)  # so that more rows do not fit
+    lm.cache._largest = lm.cache._allocate(2, lm.cache._slots)  # so that more rows do not fit
     lm.prefill([rows[0][:10], rows[1][:7]])
-    lm.join(2)
+    lm.cache.join(2)
     lm.prefill([[ABSENT], [ABSENT], rows[2][:2], rows[3][:19]])
-    lm.keep(torch.tensor([3, 1, 2]))
+    lm.cache.keep(torch.tensor([3, 1, 2]))
     last = lm.prefill([rows[3][18:], rows[1][6:], rows[2][1:]]).last
     found = lm.forward(torch.tensor(last)).logits[:, 0]
     assert all(torch.equal(one, alone[row]) for one, row in zip(found, (3, 1, 2), strict=True))
@@ -317,10 +317,10 @@ def test_a_full_cache_is_not_overrun() -> None:
     """Guards memory after the cache: a row that has ended is read on with the others."""
     lm = lm_of(random_model(), capacity=20, width=4)
     empty_rows(lm, 2)
-    lm._set_lengths([20, 4])
+    lm.cache._set_lengths([20, 4])
     for _ in range(5):
         assert lm.forward(tokens(4, rows=2)).logits.isfinite().all()
-        lm.advance([4, 0])
+        lm.cache.advance([4, 0])
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def decode(lm: CausalLM, lengths: tuple[int, ...], widths: list[int]) -> list[Te
         tokens = torch.arange(width * len(lengths)).view(len(lengths), width) * (number + 3) % 60 + 1
         wanted = torch.arange(width - min(width, 3), width).expand(len(lengths), -1)
         found.append(lm.forward(tokens, logit_rows=wanted).logits)
-        lm.advance([min(width, 2)] * len(lengths))
+        lm.cache.advance([min(width, 2)] * len(lengths))
     return found
 
 
@@ -165,7 +165,7 @@ def test_memory_is_given_back_before_a_larger_cache_is_taken(monkeypatch: pytest
     assert not replays._recordings and not replays._results
     decode(replayed, (4, 4), [5, 5, 5])
     assert replays._recordings and replays._results
-    replayed.join(1)
+    replayed.cache.join(1)
     assert not replays._recordings and not replays._results, "where rows join too"
 
 

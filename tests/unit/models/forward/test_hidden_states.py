@@ -84,7 +84,7 @@ def test_every_cut_batch_and_tree_has_the_same_bits(
         """`[B, N, layers, D]` states of a pass."""
         hidden = lm.forward(text, parents, hidden_layers=LAYERS).hidden
         if keep:
-            lm.advance((text != ABSENT).sum(1).tolist())
+            lm.cache.advance((text != ABSENT).sum(1).tolist())
         return torch.stack(list(hidden.values()), dim=2)
 
     whole = read(text)

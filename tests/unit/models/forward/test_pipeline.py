@@ -55,7 +55,7 @@ def test_stages_compute_what_the_whole_does(stages: str, dtype: torch.dtype, com
     layers = [*range(6), FINAL_NORM]
     for lm in (whole, parts):
         lm.start()
-        lm.join(3)
+        lm.cache.join(3)
         lm.add_embeddings(torch.linspace(-1, 1, 32)[None])
     assert parts.model.get_input_embeddings().weight.shape[0] == VOCAB + 8 > FEW_ROWS
     read = [lm.prefill(PROMPTS, hidden_layers=layers) for lm in (whole, parts)]
@@ -70,11 +70,11 @@ def test_stages_compute_what_the_whole_does(stages: str, dtype: torch.dtype, com
         for layer in wanted:
             assert torch.equal(outs[0].hidden[layer], outs[1].hidden[layer])
     for lm in (whole, parts):
-        lm.accept_path([[0, 2, 3], [0], [0, 1]])
-        lm.keep(torch.tensor([2, 0]))
-        saved = lm.save(0, 5)
-        lm.join(1)
-        lm.restore(2, saved, 5)
+        lm.cache.accept_path([[0, 2, 3], [0], [0, 1]])
+        lm.cache.keep(torch.tensor([2, 0]))
+        saved = lm.cache.save(0, 5)
+        lm.cache.join(1)
+        lm.cache.restore(2, saved, 5)
     outs = [lm.forward(torch.tensor([[1, 2], [3, 4], [5, 6]])) for lm in (whole, parts)]
     assert torch.equal(outs[0].logits, outs[1].logits)
     states = torch.linspace(-1, 1, 64).view(2, 32)
@@ -92,7 +92,7 @@ def test_states_that_are_no_numbers(dtype: torch.dtype, compiled: bool | None) -
         model.get_input_embeddings().weight[5] = torch.nan
     assert lm.is_native == (compiled is None)
     lm.start()
-    lm.join(2)
+    lm.cache.join(2)
     lm.prefill([[1, 2, 3], [4, 4]])
     logits = lm.forward(torch.tensor([[3, 1], [4, 5]])).logits
     assert logits[0].isfinite().any(1).all() and logits[1, 0].isfinite().any() and logits[1, 1].isnan().any()
@@ -123,15 +123,15 @@ def test_each_stage_computes_on_its_device(monkeypatch: pytest.MonkeyPatch) -> N
     assert lm.device == there and model.lm_head.weight.device == there, "tied weights are in two places"
     assert model.get_input_embeddings().weight.device.type == "cpu"
     lm.start()
-    lm.join(2)
-    assert [keys.device.type for keys, _ in lm._storage] == ["cpu", "cpu", "meta", "meta"]
+    lm.cache.join(2)
+    assert [keys.device.type for keys, _ in lm.cache.storage] == ["cpu", "cpu", "meta", "meta"]
     out = lm.forward(torch.zeros(2, 3, dtype=torch.long), hidden_layers=[0, 1, 3, 4, FINAL_NORM])
     assert out.logits.shape == (2, 3, VOCAB) and {out.logits.device, *(s.device for s in out.hidden.values())} == {
         there
     }
-    lm.accept_path([[0, 2], [0]])
-    lm.keep(torch.tensor([1]))
-    assert lm.lengths == [1] and lm.embed(torch.zeros(1, 2, dtype=torch.long)).device == there
+    lm.cache.accept_path([[0, 2], [0]])
+    lm.cache.keep(torch.tensor([1]))
+    assert lm.cache.lengths == [1] and lm.embed(torch.zeros(1, 2, dtype=torch.long)).device == there
 
 
 def test_more_stages_than_layers() -> None:
@@ -163,7 +163,7 @@ def test_eight_bits_in_stages() -> None:
     lms = [load_target("pocket", Runtime(dtype="int8"), stages).lm for stages in ((), (Stage(), Stage()))]
     for lm in lms:
         lm.start()
-        lm.join(1)
+        lm.cache.join(1)
         lm.prefill([[1, 2, 3]])
     tokens = torch.tensor([[3, 4, 5]])
     assert torch.equal(*(lm.forward(tokens).logits for lm in lms))
