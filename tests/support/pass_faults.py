@@ -35,20 +35,20 @@ def faulty(plant: Plant) -> type[NativePass]:
 
 def numbers_of(native: NativePass, weight: Tensor) -> Tensor:
     """A weight as the pass has it, in float32."""
-    if id(weight) not in native._packed:
+    if id(weight) not in native._weights._packed:
         return weight.float()
     matrix, first = native.packed(weight)
     return matrix.panels.numbers_of(first, len(weight))
 
 
 def keep(native: NativePass, tensor: Tensor) -> int:
-    return native._keep(tensor).data_ptr()
+    return native._weights.keep(tensor).data_ptr()
 
 
 def plain(native: NativePass, numbers: Tensor, bias: Tensor | None) -> Any:
     """A matrix of numbers, or of a weight as it is stored."""
     packed = PackedMatrix([numbers], [bias])
-    native._matrices.append(packed)
+    native._weights.matrices.append(packed)
     return packed.matrix
 
 

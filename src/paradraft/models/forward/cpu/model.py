@@ -16,9 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +27,9 @@ from paradraft.models.architectures import head_size, spec_of
 from paradraft.models.config_check import STATIC_ROPES
 from paradraft.models.forward import FINAL_NORM, ForwardOut
 from paradraft.models.forward.cpu.build import kernel_names, library
-from paradraft.models.forward.cpu.matrix import KINDS, Matrix, PackedMatrix, is_known, packed_dtype
+from paradraft.models.forward.cpu.matrix import KINDS, PackedMatrix, is_known, packed_dtype
 from paradraft.models.forward.cpu.own_code import Course
+from paradraft.models.forward.cpu.packed_lm import PackedLM
 from paradraft.models.forward.cpu.self_check import check
 from paradraft.models.forward.cpu.threads import granted_threads
 from paradraft.models.quantized import QuantizedTensor, rounded_inputs
@@ -41,26 +40,6 @@ PROFILED_AS = "paradraft::pass"
 LOG = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16)
 """Supported dtypes of a model."""
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        ("qkv", Matrix * 3),
-        *((name, Matrix) for name in ("output", "gate", "up", "down")),
-        *((name, ctypes.c_void_p) for name in ("norm", "post_attention_norm", "query_norm", "key_norm")),
-    )
-
-
-class _Model(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("hidden_size", "intermediate", "heads", "kv_heads", "head_size")),
-        *((name, ctypes.c_int64) for name in ("layers", "vocabulary", "is_bfloat16")),
-        ("epsilon", ctypes.c_float), ("scale", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "final_norm", "embedding", "embedding_bfloat16")),
-        ("embedding_integers", ctypes.POINTER(Matrix)),
-        ("head", Matrix), ("layer", ctypes.POINTER(_Layer)), ("added", ctypes.c_void_p), ("added_rows", ctypes.c_int64),
-        ("is_exact", ctypes.c_int64),
-    )  # fmt: skip
 
 
 class _Batch(ctypes.Structure):
@@ -120,39 +99,13 @@ class NativePass:
     def __init__(self, model: PreTrainedModel, *, threads: int | None = None, probe: str | None = None) -> None:
         self._library = library()
         self.threads = granted_threads() if threads is None else threads
-        self._kept: list[Tensor] = []
         self._added: Tensor | None = None
-        self._matrices: list[PackedMatrix] = []
-        self._packed: dict[int, tuple[PackedMatrix, int]] = {}
-        self._config = config = model.config
-        body: Any = model.model
-        layers = []
-        for index, layer in enumerate(body.layers, 1):
-            LOG.info("%s: packing layer %d of %d", Path(model.name_or_path).name, index, len(body.layers))
-            layers.append(self._layer(layer))
-        head = self._matrix([model.lm_head])
-        self._head = self._matrices[-1]
-        embedding = self._embedding(body.embed_tokens.weight, model.lm_head.weight)
-        self._rotary: nn.Module = body.rotary_emb
-        half = head_size(config) // 2
+        self._weights = PackedLM(model)
+        self._model = self._weights.struct
+        self._config = model.config
+        self._rotary: nn.Module = model.model.rotary_emb
         self._vocab_rows = len(model.lm_head.weight)
-        self._model = _Model(
-            hidden_size=config.hidden_size,
-            intermediate=config.intermediate_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_size=2 * half,
-            layers=len(layers),
-            vocabulary=len(body.embed_tokens.weight),
-            is_bfloat16=model.dtype == torch.bfloat16,
-            epsilon=config.rms_norm_eps,
-            scale=body.layers[0].self_attn.scaling,
-            final_norm=self._floats(body.norm.weight),
-            head=head,
-            layer=(_Layer * len(layers))(*layers),
-            **embedding,
-        )
-        kinds = {packed.matrix.kind for packed in self._matrices}
+        kinds = {packed.matrix.kind for packed in self._weights.matrices}
         self._rounds = model.dtype == torch.bfloat16 and kinds == {KINDS[torch.bfloat16]}
         self._scratch = self._library.new_scratch()
         weakref.finalize(self, self._library.delete_scratch, self._scratch)
@@ -163,57 +116,9 @@ class NativePass:
         self.probe = self._check(model, probe)
         """A digest of the logits of a few tokens."""
 
-    def _keep(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach().contiguous()
-        self._kept.append(tensor)
-        return tensor
-
-    def _floats(self, tensor: Tensor | None) -> int | None:
-        return None if tensor is None else self._keep(tensor.float()).data_ptr()
-
-    def _matrix(self, linears: Sequence[nn.Linear]) -> Matrix:
-        """Packs linear layers with the same inputs as one matrix."""
-        packed, first = PackedMatrix([each.weight for each in linears], [each.bias for each in linears]), 0
-        self._matrices.append(packed)
-        for each in linears:
-            self._packed[id(each.weight)] = packed, first
-            first += len(each.weight)
-        return packed.matrix
-
-    def _qkv(self, linears: Sequence[nn.Linear]) -> Any:
-        """Packs the projections of queries, keys and values; consecutive ones of one format are one matrix."""
-        by_format = groupby(linears, lambda each: getattr(each.weight, "format", None))
-        return (Matrix * 3)(*(self._matrix([*group]) for _, group in by_format))
-
-    def _embedding(self, weight: Tensor, head: Tensor) -> dict[str, Any]:
-        """The embedding's address, by its field in the struct."""
-        if isinstance(weight, QuantizedTensor):
-            # A tied output head is packed already.
-            packed = self._head if weight is head else PackedMatrix([weight])
-            self._matrices.append(packed)
-            self._packed[id(weight)] = packed, 0
-            return {"embedding_integers": ctypes.pointer(packed.matrix)}
-        name = "embedding_bfloat16" if weight.dtype == torch.bfloat16 else "embedding"
-        return {name: self._keep(weight).data_ptr()}
-
-    def _layer(self, layer: Any) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        query_norm, key_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-        return _Layer(
-            qkv=self._qkv([attention.q_proj, attention.k_proj, attention.v_proj]),
-            output=self._matrix([attention.o_proj]),
-            gate=self._matrix([mlp.gate_proj]),
-            up=self._matrix([mlp.up_proj]),
-            down=self._matrix([mlp.down_proj]),
-            norm=self._floats(layer.input_layernorm.weight),
-            post_attention_norm=self._floats(layer.post_attention_layernorm.weight),
-            query_norm=self._floats(query_norm and query_norm.weight),
-            key_norm=self._floats(key_norm and key_norm.weight),
-        )
-
     def head(self, states: Tensor) -> Tensor:
         """See `Forward`."""
-        return self.product(self._head, states)
+        return self.product(self._weights.head, states)
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """See `Forward`; outputs are float32."""
@@ -237,8 +142,8 @@ class NativePass:
         return inputs.bfloat16().float() if self._rounds_to_bfloat16(matrix) else inputs.float()
 
     def packed(self, weight: Tensor) -> tuple[PackedMatrix, int]:
-        """The packed matrix of a weight, and the index there of the weight's first output."""
-        return self._packed[id(weight)]
+        """See `PackedLM`."""
+        return self._weights.packed(weight)
 
     def weight_bytes(self, weight: Tensor) -> int:
         """Bytes that a pass reads of a weight of the model, scales and offsets included."""
