@@ -19,17 +19,16 @@ from torch import Tensor
 from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafting, Request
 from paradraft.drafters.parts.draft_loading import load_draft_lm
-from paradraft.drafters.parts.model_drafter import ModelDrafter
+from paradraft.drafters.parts.model_drafter import ModelDrafter, draft_one_by_one
 from paradraft.drafters.parts.pending_tokens import PendingTokens
 from paradraft.formats.head import read_head
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.forward.cpu.tree import grow
 from paradraft.models.prompt_tokens import PromptTokens, forward_with_probes
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target, TargetFacts
 from paradraft.parents import depths, depths_after, parents_of_chains, texts_before
 from paradraft.ragged import upload
-from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
+from paradraft.sampling.candidates import Candidates
 from paradraft.sampling.sampler import Sampler
 from paradraft.sources.loading import locate
 from paradraft.traits import Serving, Traits
@@ -112,28 +111,15 @@ class AutoregressiveDrafter(ModelDrafter):
         unread = [row if length else [] for row, length in zip(unread, lengths, strict=True)]
         if max(map(len, unread)) >= self.lm.width:
             unread = self.lm.prefill(unread).last
-        reading, read_counts = ragged.from_lists(unread, device), list(map(len, unread))
-        last_B1 = upload([[max(count - 1, 0)] for count in read_counts], device)
-        lengths_B1 = upload(lengths, device)[:, None]
-        best_BK = torch.empty(len(lengths), 0, dtype=torch.long, device=device)
-        candidates: list[Candidates] = []
-        for depth in range(k):
-            logits_B1V = self.lm.forward(reading, logit_rows=last_B1).logits
-            self.lm.cache.advance(read_counts)
-            if not candidates:
-                last_B1 = torch.zeros_like(last_B1)
-                self._committed = [
-                    read - len(guessed) if length else read
-                    for read, guessed, length in zip(self.lm.cache.lengths, self._guessed, lengths, strict=True)
-                ]
-            candidates.append(sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), best_BK))
-            best_B1 = candidates[-1].tokens[:, :, 0].masked_fill(lengths_B1 <= depth, ABSENT)
-            best_BK = torch.cat([best_BK, best_B1], dim=1)
-            reading = best_B1.masked_fill(lengths_B1 <= depth + 1, ABSENT)
-            read_counts = [int(length > depth + 1) for length in lengths]
+        rows = zip(self.lm.cache.lengths, unread, self._guessed, lengths, strict=True)
+        self._committed = [
+            min(read + len(row), self.lm.capacity) - len(guessed) if length else read
+            for read, row, guessed, length in rows
+        ]
+        draft, best_BK = draft_one_by_one(self.lm, sampler, self._tree, unread, lengths)
         self._pending.drop(lengths)
         self._guessed = ragged.joined(self._guessed, ragged.to_lists(best_BK))
-        return assemble(joined(candidates), self._tree, aside=0.0, faster=grow)
+        return draft
 
     def commit(self, new: Committed) -> None:
         """Drops the rejected tokens from the cache; committed tokens that it has not read become pending."""

@@ -163,7 +163,7 @@ class CachedRows:
     def accept_path(self, paths: list[list[int]]) -> None:
         """Keeps the tokens of the last pass on each row's accepted path, by compaction."""
         if any(path != list(range(len(path))) for path in paths):
-            device = self._devices[-1]
+            device = self.storage[-1][0].device
             kv_cache.compact(self.storage, upload(self.lengths[: self.decoding], device), from_lists(paths, device))
         self.advance([*map(len, paths), *[0] * (len(self.lengths) - self.decoding)])
 
@@ -178,3 +178,37 @@ class CachedRows:
         """Shortens rows to earlier lengths."""
         assert all(earlier <= now for earlier, now in zip(lengths, self.lengths, strict=True))
         self._set_lengths(lengths)
+
+
+class RowsView(CachedRows):
+    """The first layers of other rows: the same slots, with lengths of their own.
+
+    Rows join, move and leave in the whole cache alone. Passes of a view write after the committed tokens, and the next
+    pass of the whole model writes over it.
+
+    Args:
+        whole: all layers of the rows.
+        layers: their number here.
+    """
+
+    def __init__(self, whole: CachedRows, layers: int) -> None:
+        self.capacity, self.starts, self._whole, self._layers = whole.capacity, 0, whole, layers
+        self.forget()
+        self.start()
+        whole.holders.add(self)
+
+    def forget(self) -> None:
+        """See `Holder`."""
+        self.storage, self._sliced = [], list[tuple[Tensor, Tensor]]()
+
+    def follow(self) -> None:
+        """Takes over the rows and the lengths of the whole cache; whatever was written after them is void."""
+        self._whole.reserve(self._whole.longest)
+        if not self.storage or self._whole.storage is not self._sliced:
+            self._sliced = self._whole.storage
+            self.storage = self._sliced[: self._layers]
+        self.decoding = self._whole.decoding
+        self._set_lengths(self._whole.lengths[: self.decoding])
+
+    def reserve(self, tokens: int) -> None:
+        """Nothing: `follow` has made room for a pass of the whole model, and drafts are shorter."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,12 +20,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paradraft.models.architectures import context_of
-from paradraft.models.cached_rows import CachedRows
+from paradraft.models.cached_rows import CachedRows, RowsView
 from paradraft.models.config_check import check_architecture, check_capacity
 from paradraft.models.forward import FINAL_NORM, Forward, ForwardOut, NotFiniteError
 from paradraft.models.forward.choice import chosen
 from paradraft.models.forward.cpu.draw import draw
 from paradraft.models.forward.cpu.model import NativePass
+from paradraft.models.forward.eager import part_of
 from paradraft.models.forward.pipeline import PipelinePass, StageModel
 from paradraft.models.kv_cache import Storage
 from paradraft.parents import depths, parents_of_chains
@@ -125,6 +127,18 @@ class CausalLM:
         self.cache.holders.add(self._compute)
         self.passes = Counter[Pass]()
         """Count of the passes since `start`, by size."""
+
+    def view(self, layers: int) -> CausalLM:
+        """The model cut after `layers` layers, before its final norm and head; it shares weights, slots (`RowsView`).
+
+        It has no prefill. Raises ValueError if there are pipeline stages.
+        """
+        assert 1 <= layers <= self.model.config.num_hidden_layers
+        view = copy(self)
+        view._compute, view.model = self._compute.first(layers), part_of(self.model, 0, layers)
+        view.cache, view.passes, view.refusals = RowsView(self.cache, layers), Counter(), []
+        self.cache.holders.add(view._compute)
+        return view
 
     def start(self) -> None:
         """Removes all rows."""
@@ -332,4 +346,5 @@ class CausalLM:
 
     def reserve(self, tokens: Iterable[int]) -> None:
         """Forbids tokens, such as a drafter's mask token, until the next call."""
-        self._reserved = {token for token in tokens if token < self.vocab_size}
+        self._reserved.clear()  # in place: views have the same
+        self._reserved.update(token for token in tokens if token < self.vocab_size)

@@ -99,6 +99,13 @@ class Forward(Protocol):
     def weight_bytes(self, weight: Tensor) -> int:
         """Bytes that a pass reads of one of the model's weights."""
 
+    def first(self, layers: int) -> Forward:
+        """The pass of the first layers, then the final norm and the output head, with the same weights.
+
+        Raises:
+            ValueError: this implementation has no such pass.
+        """
+
     def forget(self) -> None:
         """Drops references to the storage, before another is allocated."""
 

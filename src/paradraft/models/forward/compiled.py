@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.fx.experimental._config as sizes_config
@@ -55,6 +55,13 @@ class CompiledPass(EagerPass):
         self.forget()  # recordings read the old rows
         for key in [key for key in self._compiled if key[2]]:
             del self._compiled[key]
+
+    def first(self, layers: int) -> Self:
+        """See `Forward`; compiled and recorded apart. On a CPU the compiled pass has a copy of its weights."""
+        view = super().first(layers)
+        view._compiled = {}
+        view.replays = None if self.replays is None else replays_on(self._model.device)
+        return view
 
     def forget(self) -> None:
         """See `Forward`: recordings hold the storage."""

@@ -7,8 +7,9 @@ V vocabulary, D hidden size, E rows of the embedding, P rows added to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -27,6 +28,18 @@ from paradraft.tree import ABSENT
 BUCKET = 64
 """Attention reads the used slots, rounded up to a multiple of this."""
 Layers = tuple[int, ...]
+
+
+def part_of(model: PreTrainedModel, first: int, stop: int) -> PreTrainedModel:
+    """A causal LM of layers `first` to `stop`, which shares all modules of the whole one."""
+    part, body, config = copy(model), copy(model.model), copy(model.config)
+    config.num_hidden_layers = stop - first
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[first:stop]
+    body._modules = {**body._modules, "layers": body.layers[first:stop]}
+    part._modules = {**part._modules, "model": body}
+    part.config = body.config = config
+    return part
 
 
 def hidden_states(
@@ -185,6 +198,12 @@ class EagerPass:
     def add_embeddings(self, rows_PD: Tensor) -> None:
         """See `Forward`."""
         self._added = rows_PD.detach().to(self._model.device, self._model.dtype, copy=True)
+
+    def first(self, layers: int) -> Self:
+        """See `Forward`."""
+        view = copy(self)
+        view._model = part_of(self._model, 0, layers)
+        return view
 
     def forget(self) -> None:
         """See `Forward`; nothing is held."""

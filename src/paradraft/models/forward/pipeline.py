@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paradraft.models.forward import FINAL_NORM, Forward, ForwardOut
+from paradraft.models.forward.eager import part_of
 from paradraft.models.kv_cache import Storage
 from paradraft.placement import Stage, on_cpus
 
@@ -69,18 +70,11 @@ def split(model: PreTrainedModel, stages: Sequence[Stage]) -> list[StageModel]:
 
 def _part(model: PreTrainedModel, first: int, stop: int, device: torch.device) -> PreTrainedModel:
     """A causal LM of layers `first` to `stop`, which shares their weights."""
-    whole = model.model
-    config = copy(model.config)
-    config.num_hidden_layers = stop - first
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[first:stop]
-    if first and getattr(config, "embedding_multiplier", None) is not None:
-        config.embedding_multiplier = 1.0  # it reads states, which Granite does not multiply
-    with torch.device("meta"):
-        part = type(model)(config)
-    part.generation_config = model.generation_config
+    whole, part = model.model, part_of(model, first, stop)
     body = part.model
-    body.layers = whole.layers[first:stop].to(device)
+    if first and getattr(body, "embedding_multiplier", None) is not None:
+        body.embedding_multiplier = 1.0  # it reads states, which Granite does not multiply
+    body.layers = body.layers.to(device)
     for index, layer in enumerate(body.layers):
         layer.self_attn.layer_idx = index
     body.embed_tokens = _moved(whole.embed_tokens if first == 0 else _few_rows(whole.embed_tokens), device)
@@ -184,6 +178,13 @@ class PipelinePass:
     def weight_bytes(self, weight: Tensor) -> int:
         """See `Forward`."""
         return self._last.weight_bytes(weight)
+
+    def first(self, layers: int) -> Forward:
+        """See `Forward`; refused, because these layers and the output head are on different stages."""
+        raise ValueError(
+            f"{len(self._parts)} pipeline stages: the target's first layers cannot draft by themselves there, because "
+            "the output head is on the last stage: use one device, or another drafter"
+        )
 
     def forget(self) -> None:
         """See `Forward`."""

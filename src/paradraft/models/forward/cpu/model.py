@@ -15,8 +15,10 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copy import copy
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -107,8 +109,7 @@ class NativePass:
         self._vocab_rows = len(model.lm_head.weight)
         kinds = {packed.matrix.kind for packed in self._weights.matrices}
         self._rounds = model.dtype == torch.bfloat16 and kinds == {KINDS[torch.bfloat16]}
-        self._scratch = self._library.new_scratch()
-        weakref.finalize(self, self._library.delete_scratch, self._scratch)
+        self._new_scratch()
         self._rotations = torch.empty(0), torch.empty(0)
         self._storage: kv_cache.Storage = []
         self._pointers: list[ctypes.Array[ctypes.c_void_p]] = []
@@ -222,6 +223,19 @@ class NativePass:
         """See `Forward`."""
         self._added = rows_PD.detach().to("cpu", torch.float32).contiguous()
         self._model.added, self._model.added_rows = self._added.data_ptr(), len(rows_PD)
+
+    def first(self, layers: int) -> Self:
+        """See `Forward`; it shares the packed weights."""
+        view = copy(self)
+        view._model = type(self._model).from_buffer_copy(self._model)
+        view._model.layers = layers
+        view._new_scratch()
+        view.forget()
+        return view
+
+    def _new_scratch(self) -> None:
+        self._scratch = self._library.new_scratch()
+        weakref.finalize(self, self._library.delete_scratch, self._scratch)
 
     def forget(self) -> None:
         """See `Forward`."""
