@@ -125,6 +125,11 @@ class Sampling:
         return self.reads_text or bool(self.logit_bias)
 
     @property
+    def may_forbid(self) -> bool:
+        """Whether it may leave a position no token."""
+        return bool(self.processors) or any(bias == -math.inf for _, bias in self.biases)
+
+    @property
     def is_plain(self) -> bool:
         """Whether only a temperature, if anything, is applied to the model's logits."""
         has_filters = not self.is_greedy and bool(self.top_k or self.top_p < 1.0 or self.min_p)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ class Candidates:
 
     Args:
         tokens: `[B, R, C]` token ids, the best first, all different at one position; `INVALID` where the logits have
-            NaN.
+            NaN; `ABSENT` at a position without any.
         log_probs: `[B, R, C]` logarithm of the estimated probability that the target takes each; -inf where there are
-            fewer than C, but never for the first.
+            fewer than C.
         probs: `[B, R, C, V]` the distribution each token was drawn from, with the better ones of its position excluded;
             None if they were chosen deterministically.
         confidence: `[B, R]` the drafter's largest probability, a function of the distribution alone; None if not
@@ -36,6 +36,18 @@ class Candidates:
     log_probs: Tensor
     probs: Tensor | None
     confidence: Tensor | None
+
+    def without_closed(self, logits_BRV: Tensor) -> Candidates:
+        """No candidates, where the drafter's logits are numbers but the settings forbid every token that it can draft.
+
+        A grammar may do so with a reduced vocabulary: it allows other tokens to the target.
+        """
+        is_closed = self.tokens == INVALID
+        if not bool(is_closed.any()):
+            return self
+        is_closed &= logits_BRV.amax(-1, keepdim=True).isfinite()
+        log_probs = torch.where(is_closed, -torch.inf, self.log_probs)
+        return replace(self, tokens=self.tokens.masked_fill(is_closed, ABSENT), log_probs=log_probs)
 
 
 def _candidates(

@@ -108,6 +108,7 @@ class Sampler:
         self._groups = [(requests[rows[0]], torch.tensor(rows, device=device)) for rows in rows_of.values()]
         self._is_plain = all(sampling.is_plain_greedy for sampling in samplings)
         self._are_raw = not any(sampling.changes_logits for sampling in samplings)
+        self._may_forbid = any(sampling.may_forbid for sampling in samplings)
         self.reads_text = any(sampling.reads_text for sampling in samplings)
 
     def draw(self, logits_BRV: Tensor, depths_BR: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
@@ -197,6 +198,10 @@ class Sampler:
 
     def candidates_at(self, logits_BRV: Tensor, depths_BR: Tensor, count: int, paths: Tensor | None) -> Candidates:
         """The candidates of a drafter at any positions; see `candidates`, and `draw` for the arguments."""
+        candidates = self._candidates_at(logits_BRV, depths_BR, count, paths)
+        return candidates.without_closed(logits_BRV) if self._may_forbid else candidates
+
+    def _candidates_at(self, logits_BRV: Tensor, depths_BR: Tensor, count: int, paths: Tensor | None) -> Candidates:
         if self.draws == "noise" and self._is_chain and not self._wants_confidence:
             tokens = self.draw(logits_BRV, depths_BR, paths)[..., None]
             return Candidates(tokens=tokens, log_probs=torch.zeros_like(tokens), probs=None, confidence=None)

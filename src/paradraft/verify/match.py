@@ -53,7 +53,7 @@ def accepted_path(tokens: list[int], parents: list[int], drawn: list[int]) -> li
     Args:
         tokens: of the nodes of one row's tree, or `ABSENT`.
         parents: of the nodes, each before its children; -1 is the root.
-        drawn: the target's own tokens: after the root, then after each node.
+        drawn: the target's own tokens: after the root, then after each node; `ABSENT` where it can choose none.
 
     >>> accepted_path([5, 8, 6, 7], [-1, -1, 0, 2], [5, 6, 0, 9, 0])
     [0, 2]
@@ -61,7 +61,7 @@ def accepted_path(tokens: list[int], parents: list[int], drawn: list[int]) -> li
     path: list[int] = []
     depth = {-1: 0}
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        if parent in depth and token == drawn[parent + 1]:
+        if parent in depth and token == drawn[parent + 1] and token != ABSENT:
             # One node per depth: siblings with the same token are one continuation.
             path[depth[parent] : depth[parent] + 1] = [node]
             depth[node] = depth[parent] + 1
