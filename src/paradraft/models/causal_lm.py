@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from paradraft.formats.vocab_map import VocabMap
 from paradraft.models.architectures import context_of
 from paradraft.models.cached_rows import CachedRows, RowsView
 from paradraft.models.config_check import check_architecture, check_capacity
@@ -29,6 +30,7 @@ from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.eager import part_of
 from paradraft.models.forward.pipeline import PipelinePass, StageModel
 from paradraft.models.kv_cache import Storage
+from paradraft.models.output_ids import OutputIds
 from paradraft.parents import depths, parents_of_chains
 from paradraft.ragged import from_lists
 from paradraft.sampling.sampler import Draw
@@ -77,6 +79,7 @@ class CausalLM:
         stages: pipeline stages; empty if the model is on one device.
         ranks: tensor-parallel processes that share the heads of each layer.
         probe: of an earlier pass in C++ over the same packed weights, see `NativePass`.
+        vocab_map: the ids of the output head's rows, if it has fewer than the vocabulary.
 
     Raises:
         ValueError: an unsupported architecture or capacity.
@@ -96,6 +99,7 @@ class CausalLM:
         stages: Sequence[StageModel] = (),
         ranks: int = 1,
         probe: str | None = None,
+        vocab_map: VocabMap | None = None,
     ) -> None:
         config = model.config
         check_architecture(config, config.name_or_path or config.model_type)
@@ -103,13 +107,12 @@ class CausalLM:
         check_capacity(capacity, most)
         self.model = model
         self.vocab_size = vocab_size
-        self._forbidden = set[int]()
-        self._reserved = set[int]()
         self.capacity = capacity or most
         self.width = max(width, pad_to, 2)
         parts = [stage.model for stage in stages] or [model]
         self.device = parts[-1].device
         """Device of tokens and logits: that of the last stage."""
+        self._ids = OutputIds(vocab_size, vocab_map, self.device)
         self.refusals: list[str] = []
         """Warnings about passes in C++ that were refused for a supported model."""
         forward_of = partial(
@@ -334,17 +337,13 @@ class CausalLM:
         return self._compute.weight_bytes(weight)
 
     def allowed(self, logits: Tensor) -> Tensor:
-        """Cuts logits to `[…, V]` and sets those of forbidden and reserved tokens to -inf, in place."""
-        logits = logits.narrow(-1, 0, self.vocab_size)
-        for token in self._forbidden | self._reserved:
-            logits.select(-1, token).fill_(-torch.inf)
-        return logits
+        """The logits `[…, V]` of ids, from those of the head's rows; -inf for ids that may not be chosen. In place."""
+        return self._ids.logits(logits)
 
     def forbid(self, tokens: Iterable[int]) -> None:
         """Forbids tokens for good, such as the model's suppressed ones."""
-        self._forbidden |= {token for token in tokens if token < self.vocab_size}
+        self._ids.forbid(tokens)
 
     def reserve(self, tokens: Iterable[int]) -> None:
         """Forbids tokens, such as a drafter's mask token, until the next call."""
-        self._reserved.clear()  # in place: views have the same
-        self._reserved.update(token for token in tokens if token < self.vocab_size)
+        self._ids.reserve(tokens)

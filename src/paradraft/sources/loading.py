@@ -32,6 +32,7 @@ from paradraft.sources import gguf_config, gguf_model, hub, packed_folder
 from paradraft.sources.gguf_tokenizer import check_same_tokens, gguf_tokenizer
 from paradraft.sources.loading_errors import is_no_table, loading_of, some_of, without_bars
 from paradraft.sources.presets import id_tokenizer, shape_of
+from paradraft.sources.reduced_head import ReducedHead, set_head
 from paradraft.sources.stored_weights import settled_as_stored
 from paradraft.text.generation_config import end_ids, suppressed_ids
 from paradraft.text.vocabulary import used_rows
@@ -161,10 +162,11 @@ def room(config: PretrainedConfig, capacity: int | None) -> int:
     return context_of(config) if capacity is None else capacity
 
 
-def load_model(name: str, runtime: Runtime, **settings: Any) -> PreTrainedModel:
+def load_model(name: str, runtime: Runtime, *, head: ReducedHead | None = None, **settings: Any) -> PreTrainedModel:
     """Loads a causal LM for inference, without rounding its weights: `load_target` does that for int8 and int4.
 
     Args:
+        head: its output head, if that has fewer rows than the embedding.
         settings: further arguments of `from_pretrained`.
 
     Raises:
@@ -191,10 +193,15 @@ def load_model(name: str, runtime: Runtime, **settings: Any) -> PreTrainedModel:
             output_loading_info=True,
             **experts_settings(runtime.computed_in, load_config(name)) | settings,
         )
-    others = [f"{key} has the shape {tuple(is_)}, not {tuple(wanted)}" for key, is_, wanted in info["mismatched_keys"]]
-    if wrong := sorted([*others, *(f"{key} is missing" for key in info["missing_keys"])]):
+    apart = set_head(model, head)
+    others = [
+        f"{key} has the shape {tuple(is_)}, not {tuple(wanted)}"
+        for key, is_, wanted in info["mismatched_keys"]
+        if key not in apart
+    ]
+    if wrong := sorted([*others, *(f"{key} is missing" for key in set(info["missing_keys"]) - apart)]):
         raise ValueError(f"model {name!r}: its weights do not fit its config.json, {some_of(wrong)}")
-    _warn_of_unused(info["unexpected_keys"], name)
+    _warn_of_unused(set(info["unexpected_keys"]) - apart, name)
     return (model if settings else model.to(runtime.device)).eval()
 
 

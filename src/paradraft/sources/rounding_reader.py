@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from paradraft.formats.vocab_map import D2T, T2D
 from paradraft.models.quantization import bits_of, rounded
 from paradraft.models.quantized import GROUP, Parts, QuantizedTensor
 from paradraft.models.quantized_format import Format, NumberKind
@@ -26,29 +27,39 @@ def files_of(name: str, model: PreTrainedModel) -> dict[str, Path] | None:
         None if the files do not contain exactly the model's weights, with its names and shapes: then `transformers`
         must read them, because it knows other names and formats.
     """
-    if Path(name).is_file():  # GGUF
-        return None
-    cached = None if Path(name).is_dir() else try_to_load_from_cache(name, "config.json")
-    folder = Path(cached).parent if isinstance(cached, str) else Path(name)
-    if (folder / "adapter_config.json").exists() or getattr(model.config, "quantization_config", None) is not None:
-        return None
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    try:
-        parts = [single] if single.is_file() else sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files: dict[str, Path] = {}
-        shapes: dict[str, list[int]] = {}
-        for file in (folder / part for part in parts):
-            with safe_open(file, framework="pt") as opened:
-                for key in opened.keys():  # noqa: SIM118  # it is no dict
-                    files[key], shapes[key] = file, opened.get_slice(key).get_shape()
-    except Exception:  # `transformers` reports the problem
+    if getattr(model.config, "quantization_config", None) is not None or (stored := stored_tensors(name)) is None:
         return None
     if any(not key.startswith("model.rotary_emb.") for key, _ in model.named_buffers()):
         return None
     wanted = {key: list(weight.shape) for key, weight in model.named_parameters()}
+    unused = {D2T, T2D}  # read with the reduced output head
     if model.config.tie_word_embeddings:
-        shapes.pop("lm_head.weight", None)  # unused, because the embedding is the head
-    return files if shapes == wanted else None
+        unused.add("lm_head.weight")  # because the embedding is the head
+    shapes = {key: shape for key, (_, shape) in stored.items() if key not in unused}
+    return {key: file for key, (file, _) in stored.items()} if shapes == wanted else None
+
+
+def stored_tensors(name: str) -> dict[str, tuple[Path, list[int]]] | None:
+    """File and shape of each tensor in the safetensors files of a local folder or a Hugging Face id in the cache.
+
+    Returns:
+        None if there are no such files or they cannot be read.
+    """
+    cached = None if Path(name).exists() else try_to_load_from_cache(name, "config.json")
+    folder = Path(cached).parent if isinstance(cached, str) else Path(name)
+    if (folder / "adapter_config.json").exists():
+        return None
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    stored: dict[str, tuple[Path, list[int]]] = {}
+    try:
+        parts = [single] if single.is_file() else sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        for file in (folder / part for part in parts):
+            with safe_open(file, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118  # it is no dict
+                    stored[key] = file, opened.get_slice(key).get_shape()
+    except Exception:  # `transformers` reports the problem
+        return None
+    return stored
 
 
 def fill(model: PreTrainedModel, files: dict[str, Path], *, bits: int) -> None:
@@ -71,10 +82,16 @@ def fill(model: PreTrainedModel, files: dict[str, Path], *, bits: int) -> None:
     body.rotary_emb = type(body.rotary_emb)(config=model.config)
 
 
-def _read(file: Path, key: str, dtype: torch.dtype) -> Tensor:
+def read_tensor(file: Path, key: str) -> Tensor:
+    """A stored tensor."""
     # Opened per tensor, so that the file's mapped pages are freed with the tensor.
     with safe_open(file, framework="pt") as opened:
-        return opened.get_tensor(key).to(dtype)
+        tensor: Tensor = opened.get_tensor(key)
+        return tensor
+
+
+def _read(file: Path, key: str, dtype: torch.dtype) -> Tensor:
+    return read_tensor(file, key).to(dtype)
 
 
 def _rounded_later(read: Callable[[], Tensor], weight: Tensor, bits: int) -> QuantizedTensor:

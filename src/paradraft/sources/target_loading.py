@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.formats.gguf import is_gguf, read_gguf
+from paradraft.formats.vocab_map import VocabMap
 from paradraft.models.architectures import spec_of
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import is_built
@@ -47,6 +49,7 @@ from paradraft.sources.loading import (
 )
 from paradraft.sources.packed_file import PackedFile
 from paradraft.sources.presets import random_model
+from paradraft.sources.reduced_head import ReducedHead, reduced_head, set_head
 from paradraft.sources.rounding_reader import files_of, fill
 from paradraft.text.generation_config import PenaltyWarning, complaint, end_ids, penalty_complaint, suppressed_ids
 
@@ -129,13 +132,18 @@ def load_lm(folder: str, runtime: Runtime, vocab_size: int, capacity: int | None
     runtime = settled(runtime, folder)
     LOG.info("%s: reading", Path(folder).name)
     config, file = config_of(folder), None
+    head = reduced_head(folder, config)
+    lm_of = partial(
+        causal_lm_of, vocab_size=vocab_size, runtime=runtime, capacity=capacity,
+        vocab_map=None if head is None else head.vocab_map,
+    )  # fmt: skip
     if _packs_few_bits(config, runtime):
         file = PackedFile.of(folder, config, dtype=runtime.dtype, computed_in=runtime.computed_in)
-    if file is not None and (probe := file.read(model := _skeleton(folder, runtime))) is not None:
+    if file is not None and (probe := file.read(model := _skeleton(folder, runtime, head))) is not None:
         with suppress(OtherLogitsError):
-            return causal_lm_of(model, vocab_size, runtime, capacity, probe=probe)
+            return lm_of(model, probe=probe)
         file.warn_of_other_logits()
-    lm = causal_lm_of(_loaded(folder, runtime), vocab_size, runtime, capacity)
+    lm = lm_of(_loaded(folder, runtime, head))
     if file is not None and lm.probe is not None:
         file.write(lm.model, lm.probe)
     return lm
@@ -147,47 +155,50 @@ def _packs_few_bits(config: PretrainedConfig, runtime: Runtime) -> bool:
     return has_few_bits and is_on_cpu and runtime.compiled is not False and not spec_of(config).has_experts
 
 
-def _skeleton(folder: str, runtime: Runtime) -> PreTrainedModel:
+def _skeleton(folder: str, runtime: Runtime, head: ReducedHead | None) -> PreTrainedModel:
     """A model on the meta device with its generation config."""
     model = load_skeleton(folder, runtime.computed_in)
+    set_head(model, head)
     if not is_shape(folder):
         model.generation_config = load_generation_config(folder)
     return model
 
 
-def _rounded_when_packed(folder: str, runtime: Runtime) -> PreTrainedModel | None:
+def _rounded_when_packed(folder: str, runtime: Runtime, head: ReducedHead | None) -> PreTrainedModel | None:
     """A model whose weights are read and rounded when its C++ pass packs them; None if that is not possible."""
-    if (pieces := _read_in_pieces(folder, runtime)) is None:
+    if (pieces := _read_in_pieces(folder, runtime, head)) is None:
         return None
     model, files = pieces
     fill(model, files, bits=QUANTIZED[runtime.dtype])
     return model if can_serve(model) else None
 
 
-def _read_in_pieces(folder: str, runtime: Runtime) -> tuple[PreTrainedModel, dict[str, Path]] | None:
+def _read_in_pieces(
+    folder: str, runtime: Runtime, head: ReducedHead | None
+) -> tuple[PreTrainedModel, dict[str, Path]] | None:
     """A model on the meta device, and the file of each weight; None if they are not rounded matrix by matrix."""
     if is_shape(folder) or runtime.dtype not in QUANTIZED or not _packs_few_bits(config_of(folder), runtime):
         return None
     if not is_built():
         return None
-    model = _skeleton(folder, runtime)
+    model = _skeleton(folder, runtime, head)
     if not spec_of(model.config).is_in_cpp or (files := files_of(folder, model)) is None:
         return None
     return model, files
 
 
-def _loaded(folder: str, runtime: Runtime) -> PreTrainedModel:
-    if (model := _rounded_when_packed(folder, runtime)) is not None:
+def _loaded(folder: str, runtime: Runtime, head: ReducedHead | None) -> PreTrainedModel:
+    if (model := _rounded_when_packed(folder, runtime, head)) is not None:
         return model
-    model = _weights(folder, runtime)
+    model = _weights(folder, runtime, head)
     _quantize(model, runtime)
     return model
 
 
-def _weights(folder: str, runtime: Runtime) -> PreTrainedModel:
+def _weights(folder: str, runtime: Runtime, head: ReducedHead | None = None) -> PreTrainedModel:
     if is_shape(folder):
         return random_model(folder, dtype=runtime.computed_in, device=runtime.device)
-    return load_model(folder, runtime)
+    return load_model(folder, runtime, head=head)
 
 
 def _quantize(model: PreTrainedModel, runtime: Runtime) -> None:
@@ -204,12 +215,14 @@ def causal_lm_of(
     stages: Sequence[StageModel] = (),
     ranks: int = 1,
     probe: str | None = None,
+    vocab_map: VocabMap | None = None,
 ) -> CausalLM:
     """A loaded model with its KV cache.
 
     Args:
         capacity: maximum tokens of a row; None for the model's limit.
         probe: of its C++ pass when its weights were packed; see `CausalLM`.
+        vocab_map: the ids of a reduced output head's rows.
     """
     return CausalLM(
         model,
@@ -222,6 +235,7 @@ def causal_lm_of(
         stages=stages,
         ranks=ranks,
         probe=probe,
+        vocab_map=vocab_map,
     )
 
 
@@ -237,9 +251,10 @@ def weights_bytes(name: str, runtime: Runtime) -> float:
     itemsize = runtime.computed_in.itemsize
     if is_gguf(name):
         return gguf_model.resident_bytes(read_gguf(name), itemsize)
-    if (pieces := _read_in_pieces(name, runtime)) is not None:
+    head = reduced_head(name, config_of(name))
+    if (pieces := _read_in_pieces(name, runtime, head)) is not None:
         return _rounded_bytes(pieces[0], QUANTIZED[runtime.dtype])
-    model = load_skeleton(name)
+    model = _skeleton(name, runtime, head)
     numbers = sum(weight.numel() for weight in model.parameters())
     if runtime.dtype != STORED or not is_in_few_bits(name):
         return numbers * float(itemsize)
