@@ -18,6 +18,7 @@ from paradraft.ragged import upload
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.traits import Serving, Traits
 from paradraft.tree import ABSENT, Tree
+from paradraft.union import union_of_trees
 
 INVALID = -2
 """Token id where the logits are NaN or all -inf, so that no token can be chosen."""
@@ -195,6 +196,14 @@ class Draft:
             confidence=None if self.confidence is None else self.confidence[:, :width],
             probes=probes,
         )
+
+    @classmethod
+    def union(cls, *drafts: Draft) -> Draft:
+        """One tree of the nodes of all drafts, see `union_of_trees`; for drafts without `probs` and `probes`."""
+        assert all(draft.probs is None and draft.probes is None for draft in drafts)
+        parts = zip(*((draft.tokens, draft.parents, draft.confidence) for draft in drafts), strict=True)
+        tokens, parents, confidence = union_of_trees(*parts)
+        return cls(tokens=tokens, parents=parents, confidence=confidence)
 
     @classmethod
     def empty(cls, batch_size: int, device: torch.device) -> Draft:

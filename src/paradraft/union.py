@@ -1,0 +1,98 @@
+"""Union of token trees: one tree that has the nodes of several drafts after the same committed tokens.
+
+Shape letters: B rows of a batch, n nodes of one tree, N nodes of the union.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paradraft import ragged
+from paradraft.parents import parents_of_chains
+from paradraft.tree import ABSENT
+
+
+def union_of_trees(
+    tokens: Sequence[Tensor], parents: Sequence[Tensor], confidence: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Merges the trees of each row; see `merged`.
+
+    Args:
+        tokens: `[B, n]` of each tree, `ABSENT` where a row has fewer nodes.
+        parents: `[B, n]` of each tree.
+        confidence: `[B, n]` of each tree, or None, which counts as 1.
+
+    Returns:
+        Tokens, parents and confidence `[B, N]`. The confidence of a node is the largest that it has in any tree, and
+        None if no tree has any.
+
+    >>> chains = torch.tensor([[-1, 0], [-1, 0]])
+    >>> tokens = [torch.tensor([[5, 6], [7, -1]]), torch.tensor([[5, 8], [-1, -1]])]
+    >>> [part.tolist() for part in union_of_trees(tokens, [chains, chains], [None, None])[:2]]
+    [[[5, 6, 8], [7, -1, -1]], [[-1, 0, 0], [-1, -1, -1]]]
+    """
+    device = tokens[0].device
+    rows = (zip(*(part.tolist() for part in parts), strict=True) for parts in (tokens, parents))
+    trees = list(map(merged, *rows))
+    tokens_BN = ragged.from_lists([tree[0] for tree in trees], device)
+    if all(tree[1] == list(range(-1, len(tree[1]) - 1)) for tree in trees):
+        parents_BN = parents_of_chains(*tokens_BN.shape, device)  # passes of chains are faster
+    else:
+        parents_BN = ragged.from_lists([tree[1] for tree in trees], device)
+    if all(values is None for values in confidence):
+        return tokens_BN, parents_BN, None
+    surest_BN = torch.zeros(tokens_BN.shape, device=device)
+    for index, values_Bn in enumerate(confidence):
+        nodes_Bn = ragged.upload([tree[2][index] for tree in trees], device).view(tokens[index].shape)
+        values_Bn = torch.ones(nodes_Bn.shape, device=device) if values_Bn is None else values_Bn.float()
+        values_Bn = values_Bn.masked_fill(nodes_Bn == ABSENT, 0.0)
+        surest_BN = surest_BN.scatter_reduce(1, nodes_Bn.clamp(min=0), values_Bn, "amax")
+    return tokens_BN, parents_BN, surest_BN
+
+
+def merged(
+    tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
+) -> tuple[list[int], list[int], list[list[int]]]:
+    """Merges trees so that equal siblings are one node.
+
+    Nodes come in the order of the trees: the first node of each, then the second of each. So parents come before their
+    children, and the best nodes first, as in each tree, which length policies expect.
+
+    Args:
+        tokens: of the nodes of each tree; `ABSENT` nodes, and those after them, are left out.
+        parents: of the nodes of each tree, each before its children; -1 is the root.
+
+    Returns:
+        Tokens and parents of the union; and for each tree the node of the union for each of its nodes, or `ABSENT`.
+
+    Worked example: the chains 5, 6, 7 and 5, 8, 9 share their first node.
+
+        root - 5 - 6 - 7          nodes 0, 1, 3
+                 \\- 8 - 9         nodes 0, 2, 4
+
+    >>> merged([[5, 6, 7], [5, 8, 9]], [[-1, 0, 1], [-1, 0, 1]])
+    ([5, 6, 8, 7, 9], [-1, 0, 0, 1, 2], [[0, 1, 3], [0, 2, 4]])
+    """
+    all_tokens: list[int] = []
+    all_parents: list[int] = []
+    known: dict[tuple[int, int], int] = {}
+    places: list[list[int]] = [[] for _ in tokens]
+    trees = list(zip(tokens, parents, places, strict=True))
+    for index in range(max(map(len, tokens))):
+        for tree_tokens, tree_parents, nodes in trees:
+            if index >= len(tree_tokens):
+                continue
+            token, parent = tree_tokens[index], tree_parents[index]
+            after = nodes[parent] if parent >= 0 else parent
+            if token == ABSENT or (after == ABSENT and parent >= 0):
+                nodes.append(ABSENT)
+                continue
+            node = known.setdefault((after, token), len(all_tokens))
+            if node == len(all_tokens):
+                all_tokens.append(token)
+                all_parents.append(after)
+            nodes.append(node)
+    return all_tokens, all_parents, places

@@ -1,0 +1,101 @@
+"""The union of drafts: one tree, with every path of each draft once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paradraft.core import Draft, Probes
+from paradraft.decode.lengths.draft_length import Confidence
+from paradraft.parents import is_chain
+from paradraft.ragged import from_lists
+from paradraft.tree import ABSENT
+
+Tree = tuple[list[int], list[int]]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Tree:
+    """A tree with different siblings; some nodes are absent, and with them those after them."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    for node in range(draw(st.integers(0, 7))):
+        parent = draw(st.integers(-1, node - 1))
+        used = {token for token, other in zip(tokens, parents, strict=True) if other == parent}
+        free = [token for token in (ABSENT, 0, 1, 2, 3) if token == ABSENT or token not in used]
+        tokens.append(draw(st.sampled_from(free)))
+        parents.append(parent)
+    return tokens, parents
+
+
+def paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+    """The tokens from the root to each node that is there."""
+    found: list[tuple[int, ...] | None] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        before = () if parent < 0 else found[parent]
+        found.append(None if token == ABSENT or before is None else (*before, token))
+    return [path for path in found if path is not None]
+
+
+def draft_of(rows: list[Tree]) -> Draft:
+    tokens, parents = (from_lists([row[part] for row in rows]) for part in range(2))
+    return Draft(tokens=tokens, parents=parents)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 3).flatmap(lambda rows: st.lists(st.lists(trees(), min_size=rows, max_size=rows), min_size=1)))
+def test_a_union_has_every_path_once(parts: list[list[Tree]]) -> None:
+    """Guards equal siblings, of which only one could be accepted; children before their parents, which see nothing of
+    them; paths that are lost; and passes that are wider than their widest row."""
+    union = Draft.union(*map(draft_of, parts))
+    wanted = [{path for part in parts for path in paths(*part[row])} for row in range(len(parts[0]))]
+    for row, (tokens, parents) in enumerate(zip(union.tokens.tolist(), union.parents.tolist(), strict=True)):
+        assert all(parent < node for node, parent in enumerate(parents))
+        found = paths(tokens, parents)
+        assert len(found) == len(set(found)) == len([token for token in tokens if token != ABSENT])
+        assert set(found) == wanted[row]
+    assert union.tokens.shape[1] == max(map(len, wanted))
+
+
+def test_nodes_come_in_turn() -> None:
+    """Guards length policies, which drop the last nodes: they would drop the whole draft of the last part."""
+    union = Draft.union(draft_of([([5, 6, 7], [-1, 0, 1])]), draft_of([([8, 9], [-1, 0])]))
+    assert union.tokens.tolist() == [[5, 8, 6, 9, 7]] and union.parents.tolist() == [[-1, -1, 0, 1, 2]]
+
+
+def test_a_union_of_equal_chains_is_a_chain() -> None:
+    """Guards speed: a target's pass of a chain needs no mask, in rows of different lengths too."""
+    first, second = (Draft.chain(from_lists(rows)) for rows in ([[5, 6, 7], [1]], [[5, 6], []]))
+    union = Draft.union(first, second)
+    assert union.tokens.tolist() == [[5, 6, 7], [1, ABSENT, ABSENT]] and is_chain(union.parents)
+    assert Draft.union(first).tokens.tolist() == first.tokens.tolist()
+    assert Draft.union(second, Draft.empty(2, torch.device("cpu"))).tokens.tolist() == second.tokens.tolist()
+
+
+def test_the_surest_part_decides_what_is_cut() -> None:
+    """Guards the length policy `confidence`: a token that another part is sure of stays, and so do those of parts that
+    do not say how sure they are."""
+    unsure = Draft.chain(from_lists([[5, 6], [5, 7]]), confidence=torch.tensor([[0.1, 0.2], [0.4, 0.1]]))
+    sure = Draft.chain(from_lists([[5, 8], [6, ABSENT]]), confidence=torch.tensor([[0.9, 0.7], [0.5, 0.0]]))
+    found = Draft.union(unsure, sure).confidence
+    assert found is not None and torch.equal(found, torch.tensor([[0.9, 0.2, 0.7], [0.4, 0.5, 0.1]]))
+    copied = Draft.chain(from_lists([[9], []]))
+    union = Confidence(2).cut(Draft.union(unsure, copied))
+    assert union.tokens.tolist() == [[ABSENT, 9], [5, ABSENT]]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"probs": torch.ones(1, 2, 10) / 10},
+        {"probes": Probes(nodes=torch.tensor([[0]]), before=torch.tensor([[-1]]), tokens=torch.tensor([[90]]))},
+    ],
+)
+def test_what_cannot_be_merged_is_refused(more: dict[str, object]) -> None:
+    """Guards the rejection rule, where a merged tree has another distribution than its parts; and prompt tokens, whose
+    nodes would be others."""
+    chain = Draft.chain(torch.tensor([[5, 6]]))
+    with pytest.raises(AssertionError):
+        Draft.union(chain, Draft(tokens=chain.tokens, parents=chain.parents, **more))
