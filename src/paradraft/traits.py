@@ -24,6 +24,7 @@ class Traits:
             else.
         can_run_ahead: whether it can propose before the verdict on its last draft (PEARL).
         drafts_one_by_one: whether it runs one pass per drafted token, so that half a draft takes half the time.
+        parts: number of drafters whose chains it merges into one tree; 1 for all but unions.
     """
 
     label: str | None = None
@@ -33,6 +34,7 @@ class Traits:
     depends_on_rounds: bool = False
     can_run_ahead: bool = False
     drafts_one_by_one: bool = False
+    parts: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

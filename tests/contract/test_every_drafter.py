@@ -16,7 +16,7 @@ import torch
 from paradraft.core import Draft, Request
 from paradraft.decode.generation import Generation
 from paradraft.decode.lengths.draft_length import Fixed
-from paradraft.drafters import branches, drafter_class, drafter_names
+from paradraft.drafters import branches, drafter_class
 from paradraft.engine.engine import Engine
 from paradraft.engine.loader import load
 from paradraft.engine.speculation import Speculation
@@ -29,7 +29,7 @@ from tests.support.decoding import Varying, committed, requests
 from tests.support.decoding import answers as answers_of
 from tests.support.decoding import decoded as rounds
 from tests.support.decoding import texts as texts_of
-from tests.support.drafts import draft_of
+from tests.support.drafts import DRAFTERS, draft_of
 from tests.support.replays import replay_everything
 
 REPLAYED = "replayed, float64"
@@ -96,7 +96,7 @@ def plain_answers(family: Path, runtime: Runtime) -> Answers:
     return answers(family, runtime)
 
 
-@pytest.mark.parametrize("name", drafter_names())
+@pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize(
     ("runtime", "k"),
     [
@@ -126,7 +126,7 @@ def test_greedy_equals_transformers(family: Path, runtime: Runtime) -> None:
         assert ours.generate(prompt, max_new_tokens=40).tokens == theirs[0, tokens.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("name", [name for name in drafter_names() if not drafter_class(name).traits.depends_on_rounds])
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if not drafter_class(name).traits.depends_on_rounds])
 @pytest.mark.parametrize("varying", [False, True])
 def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str, varying: bool) -> None:
     """Guards against a draft that depends on how the rounds before were cut, on those in which a row drafted nothing,
@@ -153,7 +153,7 @@ def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str, va
     assert torch.equal(drafted.drafter.propose([4, 4, 4]).tokens, again.drafter.propose([4, 4, 4]).tokens)
 
 
-@pytest.mark.parametrize("name", [name for name in drafter_names() if drafter_class(name).traits.can_run_ahead])
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if drafter_class(name).traits.can_run_ahead])
 def test_a_draft_after_a_draft_is_that_after_its_tokens(family: Path, name: str, runtime: Runtime) -> None:
     """Guards drafts that are made ahead (PEARL): they are those of a drafter that has read the tokens as text, with
     settings that read the text too; and drafting ahead leaves no trace, whether the draft before was right or not."""
@@ -218,7 +218,7 @@ class Repeated(Fixed):
         return draft
 
 
-@pytest.mark.parametrize("name", [name for name in drafter_names() if drafter_class(name).traits.depends_on_rounds])
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if drafter_class(name).traits.depends_on_rounds])
 @pytest.mark.parametrize("varying", [False, True])
 def test_state_is_a_function_of_the_rounds(family: Path, name: str, varying: bool) -> None:
     """Guards drafters that learn from the target's draws, and so from the rounds too, against learning from anything
@@ -248,7 +248,7 @@ def test_state_is_a_function_of_the_rounds(family: Path, name: str, varying: boo
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES, indirect=True)
-@pytest.mark.parametrize("name", drafter_names())
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_rounds_without_a_draft_lose_nothing(family: Path, name: str) -> None:
     """Guards against drafters that forget to read the tokens of rounds with K = 0."""
 
@@ -267,7 +267,7 @@ def test_rounds_without_a_draft_lose_nothing(family: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES, indirect=True)
-@pytest.mark.parametrize("name", drafter_names())
+@pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("tree", [None, 9])
 def test_ragged_batch_equals_single_rows(family: Path, name: str, tree: int | None) -> None:
     """Guards batches: rows with prompts, settings, seeds and limits of their own, which end at different times."""
@@ -281,7 +281,7 @@ def test_ragged_batch_equals_single_rows(family: Path, name: str, tree: int | No
     assert [result.tokens for result in together] == alone
 
 
-@pytest.mark.parametrize("name", drafter_names())
+@pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("tree", [None, 9])
 def test_rows_draft_as_much_as_each_is_asked_for(family: Path, name: str, tree: int | None) -> None:
     """Guards rows that draft nothing beside others that do, in passes too narrow for all that a row has not read: every
@@ -303,7 +303,7 @@ def test_rows_draft_as_much_as_each_is_asked_for(family: Path, name: str, tree: 
         assert all(drafted <= length for drafted, length in zip(step.drafted, lengths, strict=True))
 
 
-@pytest.mark.parametrize("name", drafter_names())
+@pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("tree", [None, 9])
 def test_processors_see_texts_that_decoding_reaches(family: Path, name: str, tree: int | None) -> None:
     """Guards processors that follow a grammar or a plan: none is asked what follows an end token or the last token,
@@ -329,7 +329,7 @@ def test_processors_see_texts_that_decoding_reaches(family: Path, name: str, tre
         assert max(map(len, texts)) < len(prompt) + limit
 
 
-@pytest.mark.parametrize("name", [name for name in drafter_names() if name != "none"])
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "none"])
 def test_something_is_accepted(family: Path, name: str) -> None:
     """Guards all other tests of this file: a drafter whose guesses are never accepted passes them without being
     tested, and helps nobody."""
@@ -338,7 +338,7 @@ def test_something_is_accepted(family: Path, name: str) -> None:
     assert stats.rounds < stats.tokens
 
 
-@pytest.mark.parametrize("name", drafter_names())
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_settings_are_checked_before_any_work(family: Path, name: str) -> None:
     """Guards against mistakes that are found when half of the work is done."""
     drafted = engine(family, name)
@@ -369,7 +369,7 @@ def test_settings_are_checked_before_any_work(family: Path, name: str) -> None:
     assert not passes
 
 
-@pytest.mark.parametrize("name", drafter_names())
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_streams_go_on_after_other_answers(family: Path, name: str) -> None:
     """Guards streams that are read slowly: other answers use the same caches in between, and no text may change. The
     penalty on what the answer contains shows whether the answer is still told from the prompt."""

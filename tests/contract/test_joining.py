@@ -20,7 +20,7 @@ from paradraft.decode import prefix_cache
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.generation import AnswerText, Generation, stop_strings
 from paradraft.decode.lengths.draft_length import POLICIES
-from paradraft.drafters import branches, drafter_class, drafter_names
+from paradraft.drafters import branches, drafter_class
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine.engine import Engine
 from paradraft.engine.loader import load
@@ -33,7 +33,7 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
 from tests.contract.test_random_configurations import never_twice
-from tests.support.drafts import draft_of
+from tests.support.drafts import DRAFTERS, draft_of
 from tests.support.replays import replay_everything
 
 RUNTIMES = {
@@ -49,7 +49,7 @@ SHAPES: dict[str, Tree | None] = {
 }
 QUICK = {"eager, float64": ["chain"], "C++, float32": ["fixed"], "C++, bfloat16": ["chain", "grown"]}
 """What `make test` tries, of every drafter; `make test-long` tries every shape in every arithmetic."""
-CASES = [(name, shape) for name in drafter_names() for shape in SHAPES if shape == "chain" or branches(name)]
+CASES = [(name, shape) for name in DRAFTERS for shape in SHAPES if shape == "chain" or branches(name)]
 RUNTIMES_AND_CASES = [
     pytest.param(runtime, name, shape, marks=() if shape in QUICK[runtime] else pytest.mark.slow)
     for runtime in RUNTIMES
@@ -228,7 +228,7 @@ def test_requests_that_join_get_what_they_get_alone(loaded: Load, expected: Expe
     assert ended > 2.5 * (seed + 1)
 
 
-@pytest.mark.parametrize("name", drafter_names())
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_prompts_that_are_read_in_pieces_change_no_token(loaded: Load, expected: Expected, name: str) -> None:
     """Guards long prompts, which are read between the rounds of others: while these leave, or all end, while the cache
     grows, with kept rows and without, and where the one who is read goes himself."""
@@ -238,7 +238,7 @@ def test_prompts_that_are_read_in_pieces_change_no_token(loaded: Load, expected:
     assert ended > 2.5 * (seed + 1)
 
 
-@pytest.mark.parametrize("name", drafter_names())
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_kept_rows_change_no_token(loaded: Load, expected: Expected, name: str) -> None:
     """Guards conversations: a prompt that begins as an earlier one, with its answer or not, is read from where they
     part."""
@@ -247,7 +247,7 @@ def test_kept_rows_change_no_token(loaded: Load, expected: Expected, name: str) 
         check(seed, expected, drafted, kept_rows=1 + seed % 4)
 
 
-@pytest.mark.parametrize("name", drafter_names())
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_the_next_turn_of_a_conversation_is_read_from_its_end(loaded: Load, name: str) -> None:
     """Guards the gain of kept rows, which no text shows, and turns of several conversations side by side."""
     drafted, plain = (
@@ -264,7 +264,7 @@ def test_the_next_turn_of_a_conversation_is_read_from_its_end(loaded: Load, name
             talk += [*answer.tokens, 9, 8 + turn]
 
 
-@pytest.mark.parametrize("name", [name for name in drafter_names() if name != "none"])
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "none"])
 def test_replayed_passes_follow_rows_that_come_and_go(family: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards CUDA graphs, played on a CPU: recordings of a cache that has grown since, or of rows that have moved."""
     replay_everything(monkeypatch)
@@ -309,7 +309,9 @@ def test_passes_that_need_two_rows_get_them(loaded: Load, expected: Expected, mo
     [
         case
         for case in RUNTIMES_AND_CASES
-        if case.values[1] != "none" and not drafter_class(case.values[1]).traits.depends_on_rounds
+        if case.values[1] != "none"
+        and not drafter_class(case.values[1]).traits.depends_on_rounds
+        and drafter_class(case.values[1]).traits.parts == 1
     ],
     indirect=["loaded"],
 )

@@ -16,7 +16,7 @@ import torch
 from paradraft.audit.audit import accept_all
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.decode.lengths.draft_length import POLICIES
-from paradraft.drafters import branches, drafter_names
+from paradraft.drafters import branches
 from paradraft.engine.engine import Engine
 from paradraft.engine.loader import load
 from paradraft.engine.speculation import Speculation
@@ -25,7 +25,7 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
 from paradraft.verify import match
-from tests.support.drafts import draft_of
+from tests.support.drafts import DRAFTERS, draft_of
 from tests.support.rules import replace_rule
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -51,7 +51,7 @@ def engines(family: Path, request: pytest.FixtureRequest) -> dict[str, Engine]:
             runtime=RUNTIMES[request.param],
             lengths="fixed",
         )
-        for name in drafter_names()
+        for name in DRAFTERS
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from paradraft.drafters import takes_draft
+from paradraft.drafters import drafter_names, takes_draft
 from paradraft.engine.loader import load
 from paradraft.formats.head import WEIGHTS
 from paradraft.models.runtime import Runtime
@@ -17,6 +17,8 @@ from paradraft.train import recipe_class, trainee_module, trainee_names
 from paradraft.train.drafters.heads import HeadRecipe
 from paradraft.train.run import launch
 
+DRAFTERS = [*drafter_names(), "ngram+pard"]
+"""Every drafter, and a union."""
 FURTHER = {
     "eagle_parallel": {"previous_token_rank": 6, "target_layers": [1, -1]},
     "eagle": {"target_layers": [0, 2, -1]},

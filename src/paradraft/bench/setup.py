@@ -21,7 +21,7 @@ from paradraft.core import Drafter
 from paradraft.data.prompt_source import DEFAULT, PIPE, RANDOM
 from paradraft.data.prompts import as_conversations, first_prompts, texts_of
 from paradraft.decode.pearl.channel import launched
-from paradraft.drafters import check_draft, drafter_names, takes_draft
+from paradraft.drafters import check_draft, is_drafter, takes_draft
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine.engine import Engine
 from paradraft.engine.loader import drafter_processes, load_drafter_in, runtime_on
@@ -253,7 +253,7 @@ def _check_acceptance(methods: list[Method], target: str, acceptance: SyntheticA
         if method.name in PLAIN:
             continue
         if acceptance is not None:
-            if method.name not in drafter_names() and not is_llama_cpp(method.name):
+            if not is_drafter(method.name) and not is_llama_cpp(method.name):
                 raise ValueError(
                     f"method {method.spec!r} has verdicts of its own: leave it out of synthetic acceptance"
                 )

@@ -24,6 +24,7 @@ from paradraft.drafters import (
     drafter_class,
     drafter_names,
     drafter_settings,
+    is_drafter,
     setting_names,
     split_settings,
     takes_draft,
@@ -78,7 +79,7 @@ class Method:
         name, settings = split_settings(spec)
         name = next((known for known, label in LABELS.items() if label == name), name)
         known = [AR, *(drafter for drafter in drafter_names() if drafter != "none"), *PEERS]
-        if name not in known:
+        if name not in known and (name == "none" or not is_drafter(name)):
             raise ValueError(f"unknown method {name!r}: use some of {', '.join(known)}")
         allowed, option_names = _settings(name), _option_names(name)
         values: dict[str, str] = {}

@@ -94,7 +94,7 @@ class SyntheticAcceptance:
 
     def check(self, spec: str, speculation: Speculation) -> None:
         """Raises ValueError unless a method's drafts are chains for which there are rates."""
-        if speculation.tree is not None:
+        if speculation.tree is not None or speculation.nodes > speculation.k:
             raise ValueError(
                 f"method {spec!r} drafts trees, and synthetic acceptance is for chains: leave the tree, or it, out"
             )

@@ -94,7 +94,9 @@ LlamaCppPython = Annotated[
     ),
 ]  # fmt: skip
 Plot = Annotated[Path | None, option("Write a PNG.", "--plot", section=sections.RESULTS)]
-DRAFTERS = f"one of {', '.join(drafter_names())}; its settings follow it, as in ngram:max_ngram=5."
+DRAFTERS = (
+    f"one of {', '.join(drafter_names())}; its settings follow it, as in ngram:max_ngram=5. a+b drafts with both."
+)
 
 OPTIONS: dict[type, dict[str, Any]] = {
     Speculation: {

@@ -140,8 +140,8 @@ class Engine:
         rule = load_rule(speculation.verify)
         if rule.warning is not None:
             warnings.warn(f"verify={speculation.verify!r}: {rule.warning}", stacklevel=2)
-        if speculation.nodes > most:
-            raise ValueError(f"a tree of {speculation.nodes} nodes: a pass has room for {most}")
+        if (nodes := speculation.nodes_of(drafter)) > most:
+            raise ValueError(f"a tree of {nodes} nodes: a pass has room for {most}")
         target.lm.check_hidden_layers(drafter.hidden_layers)
         kept_rows = whole_number("kept_rows", kept_rows)
         if kept_rows < 0:

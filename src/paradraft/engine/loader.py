@@ -50,7 +50,7 @@ def load(
 
     Args:
         target: a Hugging Face id, a folder, a .gguf file, or "pocket".
-        drafter: one of `drafter_names()`, with settings if wanted, such as "ngram:max_ngram=5"; "none" decodes plainly.
+        drafter: one of `drafter_names()` or several, with settings, as in "ngram:max_ngram=5+pard"; "none" for plain.
         draft: the draft model, for drafters that have one; the pocket target brings its own.
         k: most tokens drafted per round (depth of the draft), at least 1.
         verify: "match" gives the same tokens with every drafter; "rejection" gives the same

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from transformers import PretrainedConfig
 
-from paradraft.drafters import drafter_class, split_settings
+from paradraft.drafters import drafter_class, part_names, takes_draft
 from paradraft.drafters.parts.draft_loading import check_draft_config, draft_runtime
 from paradraft.engine.speculation import Speculation
 from paradraft.formats.gguf import is_gguf
@@ -37,13 +37,13 @@ def fitted(runtime: Runtime, target: str, speculation: Speculation, placement: P
     loaded = [(folder, runtime)]
     draft = speculation.draft
     if draft is not None and draft != POCKET:
-        name, _ = split_settings(speculation.drafter)
+        name = next(part for part in part_names(speculation.drafter) if takes_draft(part))
         draft = locate(draft, name)
         identity = None if is_shape(draft) or is_gguf(draft) else read_identity(draft, name)
         if identity is not None:
             # The weights' digest is compared when they are read.
             identity.check(TargetIdentity.of(config, reads_weights=False), draft)
-        elif drafter_class(speculation.drafter).traits.can_run_ahead:
+        elif drafter_class(name).traits.can_run_ahead:
             runtime = _fitted_to_draft(runtime, folder, config, draft)
             own_runtime = draft_runtime(draft, runtime)
             loaded.append((draft, replace(own_runtime, device=placement.draft_device or runtime.device)))

@@ -29,8 +29,9 @@ class Speculation:
     """Settings of drafting and verification, checked as far as possible without models.
 
     Args:
-        drafter: one of `drafter_names()`, with settings if wanted, such as "ngram:max_ngram=5"; "none" decodes plainly.
-            An `Engine` gets the drafter itself, so a drafter built by hand needs no name here.
+        drafter: one of `drafter_names()`, with settings if wanted, such as "ngram:max_ngram=5"; "none" decodes plainly;
+            several joined by `+`, such as "ngram+pard", draft one tree. An `Engine` gets the drafter itself, so a
+            drafter built by hand needs no name here.
         draft: the draft model, for drafters that have one; the pocket target brings its own.
         k: most tokens drafted per round (depth of the draft), 1 to 256. A drafter whose settings fix its trees
             (`Drafter.tree`) sets it to their depth.
@@ -88,11 +89,11 @@ class Speculation:
             _check_no_other(self.tree, fixed_tree)
             object.__setattr__(self, "tree", fixed_tree)
             object.__setattr__(self, "k", fixed_tree.depth or self.k)
-        if self.tree is not None:
-            if self.tree.nodes > MOST_NODES:
-                raise ValueError(f"a tree of {self.tree.nodes} nodes: use at most {MOST_NODES}")
-            if self.tree.paths and (deepest := max(map(len, self.tree.paths))) > self.k:
-                raise ValueError(f"a tree path is {deepest} tokens deep, but k={self.k}: raise k or shorten the path")
+        if self.nodes > MOST_NODES:
+            raise ValueError(f"a tree of {self.nodes} nodes: use at most {MOST_NODES}")
+        paths = () if self.tree is None else self.tree.paths or ()
+        if (deepest := max(map(len, paths), default=0)) > self.k:
+            raise ValueError(f"a tree path is {deepest} tokens deep, but k={self.k}: raise k or shorten the path")
 
     def _check_gamma(self) -> None:
         if self.overlap not in OVERLAPS:
@@ -119,7 +120,11 @@ class Speculation:
     @property
     def nodes(self) -> int:
         """Most tokens of a draft, over all branches."""
-        return self.k if self.tree is None else self.tree.nodes
+        return self.nodes_of(drafter_class(self.drafter))
+
+    def nodes_of(self, drafter: Drafter | type[Drafter]) -> int:
+        """`nodes` with another drafter or drafter class."""
+        return self.k * drafter.traits.parts if self.tree is None else self.tree.nodes
 
     @property
     def depth(self) -> int:
@@ -147,8 +152,15 @@ class Speculation:
             )
         if self.gamma is not None and not drafter.traits.can_run_ahead:
             raise ValueError(f"gamma={self.gamma}: this drafter cannot draft ahead, leave gamma out")
+        if drafter.traits.parts > 1 and rule_class(self.verify).draws == "numbers":
+            raise ValueError(
+                f"verify={self.verify!r}: drafters joined by + do not draw from one distribution, which this rule "
+                "needs: use verify='match', or one drafter"
+            )
         if self.tree is None:
             return
+        if drafter.traits.parts > 1:
+            raise ValueError("drafters joined by + draft the tree of their chains: leave the tree out")
         if drafter.traits.branching == "chain":
             raise ValueError("this drafter drafts chains only: leave the tree out")
         off_spine = [path for path in self.tree.paths or () if any(path[:-1])]

@@ -1,0 +1,302 @@
+"""Drafters joined by `+`: their drafts are one tree, and each part follows the rows as if it were alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from paradraft import Tree
+from paradraft.bench.labels import labels
+from paradraft.bench.spec import Method
+from paradraft.bench.synthetic import SyntheticAcceptance
+from paradraft.cli import main
+from paradraft.core import Draft, Drafter
+from paradraft.decode.batch import Batch
+from paradraft.decode.generation import Generation
+from paradraft.drafters import (
+    check_draft,
+    drafter_class,
+    drafter_config,
+    drafter_settings,
+    is_drafter,
+    load_drafter,
+    split_settings,
+    takes_draft,
+    traits_of,
+)
+from paradraft.drafters.lookahead import Config, LookaheadDrafter
+from paradraft.drafters.ngram import Config as NgramConfig
+from paradraft.drafters.ngram import NgramDrafter
+from paradraft.drafters.pard import PardDrafter
+from paradraft.drafters.parts.composite import Composite
+from paradraft.engine.engine import Engine
+from paradraft.engine.loader import load
+from paradraft.engine.speculation import Speculation
+from paradraft.models.runtime import Runtime
+from paradraft.sampling_params import Sampling
+from paradraft.traits import Traits
+from paradraft.tree import ABSENT
+from tests.support.decoding import answers, committed, requests, started
+
+RUNTIME = Runtime(dtype="float64", compiled=False)
+PARTS = ("ngram", "pard", "autoregressive")
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [1, 2, 3, 1, 2], [9, 9, 9], [4, 3, 4, 3, 4]]
+
+
+@pytest.fixture(scope="module")
+def plain(family: Path) -> Engine:
+    return load(str(family / "target"), runtime=RUNTIME)
+
+
+def parts_of(family: Path, plain: Engine, names: Sequence[str] = PARTS) -> list[Drafter]:
+    draft = {name: str(family / "pard") if takes_draft(name) else None for name in names}
+    return [load_drafter(name, plain.target, draft=draft[name], runtime=RUNTIME) for name in names]
+
+
+class Watched(Composite):
+    """Keeps the last draft."""
+
+    last: Draft
+
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        self.last = super().propose(lengths, after)
+        return self.last
+
+
+def joined(family: Path, plain: Engine, **settings: object) -> Engine:
+    """An engine of three parts, two of which have a draft model."""
+    speculation = Speculation(**{"k": 4, "lengths": "fixed"} | settings)
+    return Engine(plain.target, Watched(parts_of(family, plain)), speculation)
+
+
+def check_round(batch: Batch, fresh: Sequence[Drafter]) -> None:
+    """Runs a round, whose draft must be the union of what `fresh` parts draft after the same texts as prompts."""
+    asked = [generation.so_far for generation in batch.generations]
+    drafts = []
+    for part in fresh:
+        part.start(batch.drafting, torch.device("cpu"))
+        part.join(asked, committed(*(request.tokens for request in asked)))
+        drafts.append(part.propose([4] * len(asked)))
+    expected, watched = Draft.union(*drafts), batch.drafter
+    batch.step()
+    assert isinstance(watched, Watched)
+    assert watched.last.tokens.tolist() == expected.tokens.tolist()
+    assert watched.last.parents.tolist() == expected.parents.tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_parts_follow_rows_that_come_and_go(family: Path, plain: Engine, temperature: float) -> None:
+    """Guards speed, which no text shows: a part that was not committed to, or whose rows were not moved, drafts
+    something else than after the same texts as prompts."""
+    engine, fresh = joined(family, plain), parts_of(family, plain)
+    batch = engine.new_batch()
+    asked = requests(PROMPTS, [Sampling(temperature=temperature, seed=seed) for seed in range(4)], 110)
+    generations = list(map(Generation, asked))
+    batch.join(generations[:2])
+    for number in range(12):
+        if number == 2:
+            batch.join(generations[2:3])
+        if number == 5:
+            batch.leave(generations[:1])  # so that the last row moves
+        if number == 7:
+            batch.join(generations[3:])
+        check_round(batch, fresh)
+    for generation, tokens in zip(generations, answers(plain.new_batch(), asked), strict=True):
+        assert generation.tokens == tokens[: len(generation.tokens)]
+
+
+def test_kept_rows_are_those_of_each_part(family: Path, plain: Engine) -> None:
+    """Guards conversations: every part with a cache reads a next turn from its end, and drafts as if it had read it
+    all."""
+    engine, fresh = joined(family, plain), parts_of(family, plain)
+    batch, composite = engine.new_batch(kept_rows=2), engine.drafter
+    assert isinstance(composite, Composite)
+    talks = [list(prompt) * 4 for prompt in PROMPTS[:2]]
+    for turn in range(2):
+        generations = list(map(Generation, requests(talks, limits=16)))
+        batch.join(generations)
+        unread = [len(row) for part in composite.parts[1:] for row in part._pending.rows]
+        assert (max(unread) <= 10) is (turn == 1)
+        check_round(batch, fresh)
+        while not batch.is_finished:
+            batch.step()
+        talks = [[*talk, *generation.tokens, 8, 9] for talk, generation in zip(talks, generations, strict=True)]
+
+
+class ShortLookahead(LookaheadDrafter):
+    """Takes its window for an ordinary tree, so that it can be joined."""
+
+    traits = dataclasses.replace(LookaheadDrafter.traits, branching="tree")
+
+
+def target_of(path: tuple[int, ...]) -> int:
+    """Stands in for the target: its token after a path of tokens."""
+    return random.Random(str(path)).randrange(6)
+
+
+def paths_in(draft: Draft) -> list[list[tuple[int, ...]]]:
+    """By row and node, the tokens from the root to it."""
+    rows = []
+    for tokens, parents in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(tokens, parents, strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        rows.append(paths)
+    return rows
+
+
+def drawn_after(draft: Draft, read: Draft) -> torch.Tensor:
+    """What the target draws after the root and after each node of a draft, if it has read the nodes of another."""
+    known = [{path for path in paths if path[-1] != ABSENT} for paths in paths_in(read)]
+    return torch.tensor([
+        [target_of(()), *(target_of(path) if path in those else ABSENT for path in paths)]
+        for paths, those in zip(paths_in(draft), known, strict=True)
+    ])  # fmt: skip
+
+
+def test_a_part_learns_from_what_was_drawn_after_its_own_nodes() -> None:
+    """Guards drafters that learn from the target's draws: the nodes of a union have other numbers than theirs, and the
+    last may have been cut off."""
+    config = Config(ngram=3, window=3, guesses=2)
+    alone, part = ShortLookahead(config), ShortLookahead(config)
+    union = Composite([NgramDrafter(NgramConfig()), part])
+    assert union.traits.needs_drawn and union.traits.depends_on_rounds
+    texts = [[1, 2, 3, 1, 2, 4, 1, 2], [5, 4, 5, 4]]
+    for drafter in (alone, union):
+        started(drafter, texts)
+    pools, moved = set(), 0
+    for number in range(6):
+        lengths, tokens = [4, 4 * (number != 2)], committed([number, 1, 2], [4, 5])
+        own, both = alone.propose(lengths), union.propose(lengths)
+        moved += both.tokens.shape != own.tokens.shape
+        read = both.where(torch.arange(both.tokens.shape[1]) < (6 if number == 3 else 99))
+        alone.commit(dataclasses.replace(tokens, drawn=drawn_after(own, read)))
+        union.commit(dataclasses.replace(tokens, drawn=drawn_after(read, read)))
+        assert [row.columns for row in alone._rows] == [row.columns for row in part._rows]
+        assert [row.pool._of_first for row in alone._rows] == [row.pool._of_first for row in part._rows]
+        pools.add(str(alone._rows[0].pool._of_first))
+    assert len(pools) > 3 and moved
+
+
+class FewHeads(NgramDrafter):
+    """Drafts two tokens at most."""
+
+    max_k = 2
+
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        assert max(lengths) <= 2
+        return super().propose(lengths, after)
+
+
+def test_a_part_is_asked_for_no_more_than_it_can_draft(plain: Engine) -> None:
+    """Guards drafters with a number of heads, beside others without."""
+    few, more = FewHeads(NgramConfig()), NgramDrafter(NgramConfig(max_ngram=1))
+    assert Composite([few, more]).max_k is None and Composite([few]).max_k == 2
+    engine = Engine(plain.target, Composite([few, more]), Speculation(k=6, lengths="fixed"))
+    prompt = [1, 2, 3, 1, 2, 3, 1, 2]
+    expected = plain.generate([prompt], max_new_tokens=20)[0].tokens
+    assert engine.generate([prompt], max_new_tokens=20)[0].tokens == expected
+
+
+def test_facts_derive_from_the_parts(family: Path, plain: Engine) -> None:
+    """Guards masks that become text, and models whose passes nobody counts."""
+    union = Composite(parts_of(family, plain))
+    _, pard, autoregressive = union.parts
+    assert isinstance(pard, PardDrafter)
+    assert union.reserved_tokens == pard.reserved_tokens and union.models == (*pard.models, *autoregressive.models)
+    assert union.traits.parts == 3 and not union.traits.can_run_ahead
+    assert drafter_class("ngram+pard").traits == Traits(
+        label="n-gram + PARD", words="their drafts in one tree", parts=2
+    )
+    assert traits_of("ngram+pard").label == "n-gram + PARD" and traits_of("gone+pard") == Traits()
+    assert is_drafter("ngram+pard") and not is_drafter("ngram+gone")
+
+
+def test_a_pass_has_room_for_the_nodes_of_all_parts(family: Path, plain: Engine) -> None:
+    """Guards long drafts: two chains of 40 tokens are a tree of up to 80."""
+    assert Speculation(drafter="ngram+pard", k=40).nodes == 80
+    assert Speculation(drafter="ngram+pard", k=40).pass_width == 82
+    wide = load(str(family / "target"), drafter="ngram+pard", draft=str(family / "pard"), k=40, runtime=RUNTIME)
+    assert wide.target.lm.width > 80
+    with pytest.raises(ValueError, match="a tree of 120 nodes: a pass has room for 63"):
+        joined(family, plain, k=40)
+    with pytest.raises(ValueError, match="a tree of 1280 nodes: use at most 1024"):
+        Speculation(drafter="ngram+pard+eagle+medusa+hydra", k=256)
+
+
+def test_a_union_is_written_with_plus() -> None:
+    """Guards the spelling in all commands: settings go to their part, and a plus in a value stays there."""
+    assert split_settings("ngram:max_ngram=4+pard:k=3") == ("ngram+pard", ["ngram_max_ngram=4", "k=3"])
+    assert split_settings("ngram+pard:ngram_max_ngram=4") == ("ngram+pard", ["ngram_max_ngram=4"])
+    assert split_settings("n-gram + PARD") == ("ngram+pard", [])
+    assert split_settings("AR+:batch=4") == ("AR+", ["batch=4"])
+    assert split_settings("pard:draft=/a+b/c+d") == ("pard", ["draft=/a+b/c+d"])
+    assert split_settings("pard:draft=/a+b+ngram") == ("pard+ngram", ["draft=/a+b"])
+    assert drafter_settings("ngram:max_ngram=4+pard") == {"ngram_max_ngram": 4}
+    configs = drafter_config("ngram:max_ngram=4+pard", "org/model").configs
+    assert configs["ngram"].max_ngram == 4 and configs["pard"].draft == "org/model"
+    method = Method.parse("ngram:max_ngram=4+pard:k=4:draft=here:verify=typical")
+    assert method.name == "ngram+pard" and method.speculation.drafter == "ngram+pard:ngram_max_ngram=4"
+    assert (method.speculation.k, method.speculation.draft) == (4, "here")
+    assert labels({method.spec: {"method": method.name}})[method.spec].startswith("n-gram + PARD, ngram_max_ngram=4")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"drafter": "ngram+gone"}, "unknown drafter 'gone': use one of"),
+        ({"drafter": "ngram+ngram:max_ngram=4"}, "drafter 'ngram+ngram': name each drafter once"),
+        ({"drafter": "ngram+ppd"}, "drafter 'ppd' decides the size of its drafts itself, so it cannot be joined by +"),
+        ({"drafter": "lookahead+pard"}, "drafter 'lookahead' decides the size of its drafts itself, so it cannot be"),
+        ({"drafter": "ngram:max_ngram=0+pard"}, "max_ngram=0: use at least 1"),
+        (
+            {"drafter": "ngram:size=1+pard"},
+            "'ngram_size=1' is no setting=value of it; its settings are ngram_max_ngram",
+        ),
+        ({"drafter": "ngram+pard", "verify": "rejection"}, "do not draw from one distribution.*use verify='match'"),
+        ({"drafter": "ngram+pard", "tree": Tree(budget=8)}, "draft the tree of their chains: leave the tree out"),
+        (
+            {"drafter": "ngram+pard", "gamma": 4},
+            "drafter 'ngram\\+pard' cannot draft ahead, use autoregressive or pard",
+        ),
+        ({"drafter": "eagle_parallel+pard", "draft": "here"}, "eagle_parallel and pard need different draft models"),
+    ],
+)
+def test_what_cannot_be_joined_is_a_mistake(settings: dict[str, object], message: str) -> None:
+    """Guards users: one line before anything is loaded, with the fix."""
+    with pytest.raises(ValueError, match=message) as refused:
+        Speculation(**settings).check_models("pocket")
+    assert "\n" not in str(refused.value)
+
+
+def test_drafters_built_by_hand_are_checked_too(family: Path, plain: Engine) -> None:
+    """Guards engines that are given a drafter and not its name."""
+    for settings in ({"verify": "rejection"}, {"tree": Tree(budget=8)}):
+        with pytest.raises(ValueError, match="joined by \\+"):
+            joined(family, plain, **settings)
+    with pytest.raises(ValueError, match="'LookaheadDrafter' decides the size"):
+        Composite([LookaheadDrafter(Config())])
+    with pytest.raises(ValueError, match="need different draft models"):
+        check_draft("medusa+pard", None, "org/target")
+    check_draft("eagle_parallel+pard", None, "pocket")
+    with pytest.raises(ValueError, match="drafts trees, and synthetic acceptance is for chains"):
+        SyntheticAcceptance.parse("0.9,0.8").check("ngram+pard", Speculation(drafter="ngram+pard", k=2))
+
+
+def test_the_command_line_names_rule_and_fix(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Guards scripts: exit code 2 and one line."""
+    options = ["--target", "pocket", "--drafter", "ngram+pard", "--verify", "rejection", "--prompt", "a"]
+    monkeypatch.setattr(sys, "argv", ["paradraft", "generate", *options])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "verify='rejection'" in line and "use verify='match'" in line
