@@ -201,9 +201,13 @@ class Draft:
     def union(cls, *drafts: Draft) -> Draft:
         """One tree of the nodes of all drafts, see `union_of_trees`; for drafts without `probs` and `probes`."""
         assert all(draft.probs is None and draft.probes is None for draft in drafts)
-        parts = zip(*((draft.tokens, draft.parents, draft.confidence) for draft in drafts), strict=True)
-        tokens, parents, confidence = union_of_trees(*parts)
-        return cls(tokens=tokens, parents=parents, confidence=confidence)
+        tokens, parents, surest = union_of_trees(
+            [draft.lists[0] for draft in drafts],
+            [draft.lists[1] for draft in drafts],
+            [draft.confidence for draft in drafts],
+            drafts[0].tokens.device,
+        )
+        return cls(tokens=tokens, parents=parents, confidence=surest)
 
     @classmethod
     def empty(cls, batch_size: int, device: torch.device) -> Draft:
@@ -280,27 +284,6 @@ class Committed:
         states_BMD = self.hidden[layer]
         last_B = upload([len(tokens) - 1 for tokens in self.tokens], states_BMD.device)
         return states_BMD[torch.arange(len(last_B), device=last_B.device), last_B]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundOutput:
-    """The result of a round; every list has one entry per row of the batch.
-
-    Args:
-        tokens: new tokens, cut at the end of the answer; none for a request that had ended before.
-        accepted: number of leading `tokens` that were drafted.
-        drafted: depth of the draft (its length if it is a chain).
-        nodes: number of drafted tokens, all nodes of a tree.
-        paths: the accepted nodes of the draft.
-    """
-
-    requests: list[int]
-    tokens: list[list[int]]
-    accepted: list[int]
-    drafted: list[int]
-    nodes: list[int]
-    paths: list[list[int]]
-    finished: list[bool]
 
 
 class Drafter:

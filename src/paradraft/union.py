@@ -16,27 +16,27 @@ from paradraft.tree import ABSENT
 
 
 def union_of_trees(
-    tokens: Sequence[Tensor], parents: Sequence[Tensor], confidence: Sequence[Tensor | None]
+    tokens: Sequence[list[list[int]]],
+    parents: Sequence[list[list[int]]],
+    confidence: Sequence[Tensor | None],
+    device: torch.device | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Merges the trees of each row; see `merged`.
 
     Args:
-        tokens: `[B, n]` of each tree, `ABSENT` where a row has fewer nodes.
-        parents: `[B, n]` of each tree.
+        tokens: of each tree, B rows of n ids, `ABSENT` where a row has fewer nodes.
+        parents: likewise.
         confidence: `[B, n]` of each tree, or None, which counts as 1.
 
     Returns:
         Tokens, parents and confidence `[B, N]`. The confidence of a node is the largest that it has in any tree, and
         None if no tree has any.
 
-    >>> chains = torch.tensor([[-1, 0], [-1, 0]])
-    >>> tokens = [torch.tensor([[5, 6], [7, -1]]), torch.tensor([[5, 8], [-1, -1]])]
+    >>> chains, tokens = [[-1, 0], [-1, 0]], [[[5, 6], [7, -1]], [[5, 8], [-1, -1]]]
     >>> [part.tolist() for part in union_of_trees(tokens, [chains, chains], [None, None])[:2]]
     [[[5, 6, 8], [7, -1, -1]], [[-1, 0, 0], [-1, -1, -1]]]
     """
-    device = tokens[0].device
-    rows = (zip(*(part.tolist() for part in parts), strict=True) for parts in (tokens, parents))
-    trees = list(map(merged, *rows))
+    trees = list(map(merged, *(zip(*parts, strict=True) for parts in (tokens, parents))))
     tokens_BN = ragged.from_lists([tree[0] for tree in trees], device)
     if all(tree[1] == list(range(-1, len(tree[1]) - 1)) for tree in trees):
         parents_BN = parents_of_chains(*tokens_BN.shape, device)  # passes of chains are faster
@@ -46,7 +46,7 @@ def union_of_trees(
         return tokens_BN, parents_BN, None
     surest_BN = torch.zeros(tokens_BN.shape, device=device)
     for index, values_Bn in enumerate(confidence):
-        nodes_Bn = ragged.upload([tree[2][index] for tree in trees], device).view(tokens[index].shape)
+        nodes_Bn = ragged.upload([tree[2][index] for tree in trees], device).view(len(trees), -1)
         values_Bn = torch.ones(nodes_Bn.shape, device=device) if values_Bn is None else values_Bn.float()
         values_Bn = values_Bn.masked_fill(nodes_Bn == ABSENT, 0.0)
         surest_BN = surest_BN.scatter_reduce(1, nodes_Bn.clamp(min=0), values_Bn, "amax")

@@ -11,9 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paradraft.core import RoundOutput
 from paradraft.decode.generation import Generation
-from paradraft.decode.stats import Clock
+from paradraft.decode.stats import Clock, RoundOutput
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.pard import PardDrafter
 from paradraft.engine.engine import Engine

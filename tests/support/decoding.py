@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paradraft.core import Committed, Drafter, Drafting, Request, RoundOutput
+from paradraft.core import Committed, Drafter, Drafting, Request
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.generation import Generation
 from paradraft.decode.lengths.draft_length import Fixed
+from paradraft.decode.stats import RoundOutput
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.target import Target
 from paradraft.sampling.sampler import Sampler

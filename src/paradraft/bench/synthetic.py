@@ -22,10 +22,11 @@ from torch import Tensor
 from paradraft.bench.hardware.roofline import models_of, passes_of
 from paradraft.bench.hardware.sides import Sides, forwards
 from paradraft.bench.result import Answerer, BatchResult
-from paradraft.core import Draft, RoundOutput, TargetOut, Verdict
+from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.generation import Generation
 from paradraft.decode.pearl.pearl import AheadBatch
+from paradraft.decode.stats import RoundOutput
 from paradraft.engine.engine import Engine
 from paradraft.engine.request import requests_of
 from paradraft.engine.speculation import Speculation

@@ -11,23 +11,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paradraft.core import (
-    INVALID,
-    Draft,
-    Drafter,
-    Drafting,
-    RequestError,
-    RoundOutput,
-    TargetOut,
-    Verdict,
-)
+from paradraft.core import INVALID, Draft, Drafter, Drafting, RequestError, TargetOut, Verdict
 from paradraft.decode.generation import NOT_NUMBERS, Generation
 from paradraft.decode.lengths.draft_length import LengthPolicy
 from paradraft.decode.logprobs import TokenLogprobs, logprobs_of
 from paradraft.decode.prefill import Prefill, Prefilled
 from paradraft.decode.prefix_cache import CachedRow, PrefixCache
 from paradraft.decode.sequential import decode_round
-from paradraft.decode.stats import Clock
+from paradraft.decode.stats import Clock, RoundOutput
 from paradraft.models.target import Target
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler

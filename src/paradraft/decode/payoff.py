@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from paradraft.core import Draft, Request, RoundOutput
+from paradraft.core import Draft, Request
 from paradraft.decode.lengths.draft_length import LengthPolicy
+from paradraft.decode.stats import RoundOutput
 from paradraft.tree import Tree
 
 

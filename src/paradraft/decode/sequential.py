@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paradraft.core import RoundOutput
+from paradraft.decode.stats import RoundOutput
 
 if TYPE_CHECKING:
     from paradraft.decode.batch import Batch

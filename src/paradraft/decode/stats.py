@@ -16,7 +16,26 @@ from typing import Any, Protocol
 
 import torch
 
-from paradraft.core import RoundOutput
+
+@dataclass(frozen=True, kw_only=True)
+class RoundOutput:
+    """The result of a round; every list has one entry per row of the batch.
+
+    Args:
+        tokens: new tokens, cut at the end of the answer; none for a request that had ended before.
+        accepted: number of leading `tokens` that were drafted.
+        drafted: depth of the draft (its length if it is a chain).
+        nodes: number of drafted tokens, all nodes of a tree.
+        paths: the accepted nodes of the draft.
+    """
+
+    requests: list[int]
+    tokens: list[list[int]]
+    accepted: list[int]
+    drafted: list[int]
+    nodes: list[int]
+    paths: list[list[int]]
+    finished: list[bool]
 
 
 class Marks(Protocol):

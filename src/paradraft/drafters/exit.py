@@ -79,7 +79,7 @@ class ExitDrafter(Drafter):
 
     def commit(self, new: Committed) -> None:
         """See `Drafter`."""
-        self._last = new.last_tokens().tolist()
+        self._last = [tokens[-1] for tokens in new.tokens]
         self._sampler.commit(new)
 
     def keep(self, rows: Tensor) -> None:

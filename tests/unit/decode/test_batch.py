@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paradraft.core import INVALID, Committed, Draft, Drafting, Request, RoundOutput, Verdict
+from paradraft.core import INVALID, Committed, Draft, Drafting, Request, Verdict
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.generation import Generation
 from paradraft.decode.lengths.draft_length import Fixed
+from paradraft.decode.stats import RoundOutput
 from paradraft.drafters.none import NoDrafter
 from paradraft.models.causal_lm import CausalLM
 from paradraft.sampling_params import Sampling

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from paradraft.core import Committed, Draft, Drafter, Drafting, Request, RoundOutput
+from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.decode.batch import Batch
 from paradraft.decode.lengths.draft_length import Fixed
+from paradraft.decode.stats import RoundOutput
 from paradraft.models.causal_lm import CausalLM
 from paradraft.ragged import from_lists
 from paradraft.sampling_params import Sampling

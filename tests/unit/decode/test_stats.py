@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paradraft.core import RoundOutput
 from paradraft.decode import stats as stats_module
-from paradraft.decode.stats import Clock
+from paradraft.decode.stats import Clock, RoundOutput
 
 
 def step(tokens: list[list[int]], accepted: list[int], drafted: list[int]) -> RoundOutput:

@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 
-from paradraft.core import Draft, RoundOutput, Verdict
+from paradraft.core import Draft, Verdict
 from paradraft.decode.batch import Batch
 from paradraft.decode.generation import Generation
+from paradraft.decode.stats import RoundOutput
 from paradraft.plan.costs import Costs, RoundTime
 from paradraft.plan.predict import PLAIN, Way, best, predict, sizes
 from tests.support.decoding import CPU, requests, stepped

@@ -23,7 +23,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity
 
 from paradraft.bench.report.folding import FoldingTable, columns
-from paradraft.core import RoundOutput
+from paradraft.decode.stats import RoundOutput
 from paradraft.models.forward.cpu.model import PROFILED_AS
 
 Span = tuple[float, float]

@@ -13,8 +13,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from paradraft.core import Draft, Request, RoundOutput
+from paradraft.core import Draft, Request
 from paradraft.decode.lengths.expected_length import Expected
+from paradraft.decode.stats import RoundOutput
 from paradraft.parents import ancestors
 from paradraft.tree import Tree
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paradraft.core import Draft, Request, RoundOutput
+from paradraft.core import Draft, Request
 from paradraft.decode.lengths.acceptance_shares import AcceptanceShares
 from paradraft.decode.lengths.round_costs import RoundCosts
+from paradraft.decode.stats import RoundOutput
 from paradraft.ragged import upload
 from paradraft.tree import Tree
 

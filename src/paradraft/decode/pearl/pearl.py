@@ -28,12 +28,13 @@ import torch
 from torch import Tensor
 
 from paradraft import ragged
-from paradraft.core import Committed, Draft, Drafter, Request, RoundOutput, TargetOut, Verdict
+from paradraft.core import Committed, Draft, Drafter, Request, TargetOut, Verdict
 from paradraft.decode.batch import Batch
 from paradraft.decode.generation import Generation
 from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.decode.pearl.remote import RemoteDrafter, Span
 from paradraft.decode.prefill import Prefilled
+from paradraft.decode.stats import RoundOutput
 from paradraft.models.forward.cpu.threads import use_one_torch_thread
 from paradraft.models.target import Target
 from paradraft.ragged import from_lists, to_lists

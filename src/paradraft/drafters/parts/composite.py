@@ -3,8 +3,6 @@
 The target reads the nodes of all parts in one pass. Under the match rule the text does not depend on the draft. The
 rejection rule needs the distribution of a sibling given those before it, which may be another part's, so it refuses
 unions.
-
-Shape letters: B rows of a batch, n nodes of a part's draft, M rows of logits.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.drafters import built_class, setting_of_part
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.ragged import upload
 from paradraft.traits import Traits
 from paradraft.tree import ABSENT
 from paradraft.union import merged
@@ -78,19 +75,18 @@ class Composite(Drafter):
             has_own = part.traits.needs_drawn and new.drawn is not None and self._drafts
             part.commit(dataclasses.replace(new, drawn=self._drawn_after(index, new)) if has_own else new)
 
-    def _drawn_after(self, index: int, new: Committed) -> Tensor:
-        """`[B, n + 1]` the target's tokens after the root and after the nodes of a part."""
+    def _drawn_after(self, index: int, new: Committed) -> list[list[int]]:
+        """For each row the target's tokens after the root and after the nodes of a part."""
         assert new.drawn is not None
         tokens, parents = (
-            zip(*(part.tolist() for part in parts), strict=True)
-            for parts in zip(*((draft.tokens, draft.parents) for draft in self._drafts), strict=True)
+            zip(*parts, strict=True) for parts in zip(*(draft.lists for draft in self._drafts), strict=True)
         )
         rows = []
-        for tree_tokens, tree_parents, drawn in zip(tokens, parents, new.drawn.tolist(), strict=True):
+        for tree_tokens, tree_parents, drawn in zip(tokens, parents, new.drawn, strict=True):
             nodes = merged(tree_tokens, tree_parents)[2][index]
             known = dict(enumerate(drawn, start=-1))  # by node; nodes that were cut off are not in it
             rows.append([drawn[0], *(known.get(node, ABSENT) if node >= 0 else ABSENT for node in nodes)])
-        return upload(rows, new.drawn.device)
+        return rows
 
     def keep(self, rows: Tensor) -> None:
         """See `Drafter`."""

@@ -64,12 +64,11 @@ def commit_drafts(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
 
     It accepts nothing, so that drafters read it as any token after a refused draft.
     """
-    drawn_BM = verify(draft, out, sampler).drawn
-    assert drawn_BM is not None
-    tokens_B = drawn_BM[:, 0]
-    if draft.tokens.shape[1]:
-        tokens_B = torch.where(draft.tokens[:, 0] == ABSENT, tokens_B, draft.tokens[:, 0])
-    return Verdict.of(draft, torch.full_like(draft.tokens, ABSENT), tokens_B)
+    drawn = verify(draft, out, sampler).drawn
+    assert drawn is not None
+    pairs = zip(draft.lists[0], drawn, strict=True)
+    tokens = [guesses[0] if guesses and guesses[0] != ABSENT else own[0] for guesses, own in pairs]
+    return Verdict.of(draft, [[] for _ in tokens], tokens)
 
 
 class Rollouts(SampleSource):

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from paradraft.core import Draft, RoundOutput
+from paradraft.core import Draft
 from paradraft.decode.lengths.expected_length import Expected
+from paradraft.decode.stats import RoundOutput
 from paradraft.ragged import from_lists
 from paradraft.tree import ABSENT, Tree
 from tests.support.decoding import requests, round_of
