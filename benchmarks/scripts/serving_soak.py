@@ -219,7 +219,7 @@ def offline(engine: Engine, asked: dict[str, Any], grammars: Grammars) -> Answer
     return Answer(choices=choices, logprobs=logprobs, tokens=tokens)
 
 
-async def _logprobs_of(stream: AsyncIterator[paradraft.engine.engine.Chunk]) -> list[float]:
+async def _logprobs_of(stream: AsyncIterator[paradraft.Chunk]) -> list[float]:
     return [each.logprob async for chunk in stream for each in chunk.logprobs]
 
 

@@ -10,7 +10,8 @@ import paradraft.complaints  # noqa: F401  # before all that imports transformer
 
 if TYPE_CHECKING:
     from paradraft.decode.stats import Stats
-    from paradraft.engine.engine import Chunk, Engine, Result
+    from paradraft.engine.answers import Chunk, Result
+    from paradraft.engine.engine import Engine
     from paradraft.engine.hf_generate import custom_generate
     from paradraft.engine.loader import load
     from paradraft.engine.speculation import Speculation
@@ -26,8 +27,8 @@ __all__ = [
     "Stats", "Tree", "custom_generate", "load",
 ]  # fmt: skip
 _HOMES = {
-    "Chunk": "engine.engine", "DrafterLostError": "errors", "Engine": "engine.engine", "Placement": "placement",
-    "Result": "engine.engine", "Runtime": "models.runtime", "Sampling": "sampling_params",
+    "Chunk": "engine.answers", "DrafterLostError": "errors", "Engine": "engine.engine", "Placement": "placement",
+    "Result": "engine.answers", "Runtime": "models.runtime", "Sampling": "sampling_params",
     "Speculation": "engine.speculation", "Stage": "placement", "Stats": "decode.stats", "Tree": "tree",
     "custom_generate": "engine.hf_generate", "load": "engine.loader",
 }  # fmt: skip

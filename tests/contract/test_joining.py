@@ -31,6 +31,7 @@ from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
+from paradraft.text.tokenization import Detokenizer
 from paradraft.tree import Tree
 from tests.contract.test_random_configurations import never_twice
 from tests.support.drafts import DRAFTERS, draft_of
@@ -113,7 +114,8 @@ def loaded(family: Path, request: pytest.FixtureRequest) -> Load:
 
 def generation(engine: Engine, asked: Asked, number: int = 0) -> Generation:
     tokens, sampling = list(asked.prompt), dataclasses.replace(SAMPLINGS[asked.sampling], seed=asked.seed)
-    text = AnswerText(engine._detokenizer.after(tokens), stop_strings(STOPS[asked.stop], {})) if asked.stop else None
+    written = Detokenizer(engine.target.tokenizer).after(tokens)
+    text = AnswerText(written, stop_strings(STOPS[asked.stop], {})) if asked.stop else None
     eos_ids = frozenset([0]) if asked.sampling % 2 else engine.target.eos_ids | {7}
     return Generation(
         Request(id=number, tokens=tokens, sampling=sampling, max_new_tokens=asked.limit, eos_ids=eos_ids), text

@@ -12,7 +12,8 @@ import pytest
 from examples.demo import Size, converse, demo, fetched
 
 from paradraft.drafters.none import NoDrafter
-from paradraft.engine.engine import Chunk, Engine
+from paradraft.engine.answers import Chunk
+from paradraft.engine.engine import Engine
 from tests.support.gguf_files import tiny_model, write_gguf
 
 

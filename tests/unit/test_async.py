@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from paradraft.decode.prefill import PrefillPace
-from paradraft.engine.engine import Chunk, Engine
+from paradraft.engine.answers import Chunk
+from paradraft.engine.engine import Engine
 from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling

@@ -18,7 +18,8 @@ from paradraft.sampling_params import Sampling
 from paradraft.wording import number_of
 
 if TYPE_CHECKING:
-    from paradraft.engine.engine import Chunk, Engine
+    from paradraft.engine.answers import Chunk
+    from paradraft.engine.engine import Engine
 
 DIM, GREEN, PLAIN = "\x1b[2m", "\x1b[32m", "\x1b[0m"
 LEAST_LINES = 4

@@ -2,109 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import warnings
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, overload
 
 from paradraft.core import Drafter, Request
 from paradraft.decode.batch import Batch, run
-from paradraft.decode.generation import AnswerText, Generation, StopStrings, stop_strings
+from paradraft.decode.generation import Generation
 from paradraft.decode.lengths.draft_length import POLICIES, Fixed, LengthPolicy
-from paradraft.decode.logprobs import TokenLogprobs
 from paradraft.decode.payoff import Compared, Payoff
 from paradraft.decode.pearl.pearl import AheadBatch, best_gamma
 from paradraft.decode.pearl.remote import Span
-from paradraft.decode.stats import Clock, Stats, added
+from paradraft.decode.stats import Clock
 from paradraft.drafters.none import NoDrafter
-from paradraft.engine.request import Prompt, Prompts, requests_of, rows_of, tokens_of
+from paradraft.engine.answers import Answers, Chunk, Result
+from paradraft.engine.request import Prompt, Prompts, check_round, requests_of, rows_of, tokens_of
 from paradraft.engine.scheduler import Scheduler
 from paradraft.engine.speculation import Speculation
 from paradraft.errors import whole_number
-from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.threads import one_torch_thread, torch_threads
 from paradraft.models.target import Target
 from paradraft.placement import on_cpus
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.text.chat_template import ask_tokens, template_of
-from paradraft.text.tokenization import Detokenizer
-from paradraft.verify import Verify, load_rule
-
-MOST_LOGPROBS = 20
-"""Most top tokens reported for each position of an answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """The answer to one prompt.
-
-    Args:
-        text: the text of the new tokens as it follows the prompt's, including the space between the two. It has no
-            special tokens, ends before the stop string, and leaves out a character that the limit cut.
-        tokens: new token ids; the last is the EOS token if finish_reason is "eos".
-        finish_reason: "eos", "stop" (a stop string) or "length".
-        stats: counts of this answer; the times are those of its batch.
-        accepted: accepted draft tokens of each round; one of the target's own follows unless the answer ends first.
-        delivered_s: seconds from the request to the tokens of each round. The first is the time to first token (TTFT),
-            the differences are the inter-token latencies (ITL).
-    """
-
-    text: str
-    tokens: list[int]
-    finish_reason: str
-    stats: Stats
-    accepted: tuple[int, ...]
-    delivered_s: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """The new tokens of one round of a streamed answer.
-
-    Args:
-        drafted_text: text of the accepted draft tokens.
-        own_text: text of the target's own token.
-        tokens: ids of the accepted tokens, then of the target's own.
-        accepted: number of accepted draft tokens.
-        drafted: number of tokens drafted in the round, side branches included.
-        finish_reason: as in a `Result`, in the last chunk; None before.
-        logprobs: the target's log probabilities of the tokens, if requested.
-    """
-
-    drafted_text: str
-    own_text: str
-    tokens: list[int]
-    accepted: int
-    drafted: int = 0
-    finish_reason: str | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """Text of the round; the texts of all rounds joined are the answer."""
-        return self.drafted_text + self.own_text
-
-
-def _chunks_of(generation: Generation, first: int, last: int) -> Iterator[Chunk]:
-    begin = generation.round_ends[first - 1] if first else 0
-    reason = None if generation.error is not None else generation.finish_reason
-    rounds = len(generation.round_ends)  # read after the reason, which is set after the last round
-    for index in range(first, last):
-        accepted, end = generation.accepted[index], generation.round_ends[index]
-        pieces = generation.pieces[begin:end]
-        yield Chunk(
-            drafted_text="".join(pieces[:accepted]),
-            own_text="".join(pieces[accepted:]),
-            tokens=generation.tokens[begin:end],
-            accepted=accepted,
-            drafted=generation.drafted[index],
-            finish_reason=reason if index == rounds - 1 else None,
-            logprobs=tuple(generation.logprobs[begin:end]),
-        )
-        begin = end
+from paradraft.verify import Rule, Verify, load_rule
 
 
 class Engine:
@@ -128,20 +51,7 @@ class Engine:
         speculation = speculation.fitted_to(drafter).settled(
             drafts=not isinstance(drafter, NoDrafter), is_exact=target.lm.is_native
         )
-        most = target.lm.width - 1
-        if speculation.k > most:
-            raise ValueError(f"k={speculation.k}: draft 1 to {most} tokens per round")
-        if drafter.max_k is not None and speculation.k > drafter.max_k:
-            most_k = drafter.max_k
-            raise ValueError(
-                f"k={speculation.k}: this drafter drafts at most {most_k} tokens per round, set k={most_k}"
-            )
-        speculation.check_drafter(drafter)
-        rule = load_rule(speculation.verify)
-        if rule.warning is not None:
-            warnings.warn(f"verify={speculation.verify!r}: {rule.warning}", stacklevel=2)
-        if (nodes := speculation.nodes_of(drafter)) > most:
-            raise ValueError(f"a tree of {nodes} nodes: a pass has room for {most}")
+        rule = _checked_rule(target, drafter, speculation)
         target.lm.check_hidden_layers(drafter.hidden_layers)
         kept_rows = whole_number("kept_rows", kept_rows)
         if kept_rows < 0:
@@ -158,8 +68,7 @@ class Engine:
         self.lengths = Compared(POLICIES[speculation.lengths](speculation.depth), tries_plain=tries_plain)
         self._batch = self.new_batch(kept_rows=kept_rows)
         self._scheduler = Scheduler(self._batch, self.in_round)
-        self._detokenizer = Detokenizer(target.tokenizer)
-        self._ids = itertools.count()
+        self._answers = Answers(self._scheduler, target.tokenizer)
 
     def __repr__(self) -> str:
         lm = self.target.lm
@@ -260,15 +169,9 @@ class Engine:
         """
         rows, is_one = rows_of(prompts)
         requests = requests_of(self.target, rows, max_new_tokens, sampling)
-        strings = self._strings(stop)
         if whole_number("batch_size", batch_size) < 1:
             raise ValueError(f"batch_size={batch_size}: use at least 1")
-        generations = [self._generation(request, strings if strings.patterns else None) for request in requests]
-        results: dict[int, Result] = {}
-        with closing(self._scheduler.answer(generations, most=batch_size)) as finished:
-            for generation in finished:
-                results[generation.request.id] = self._result(generation, strings)
-        answers = [results[generation.request.id] for generation in generations]
+        answers = self._answers.whole(requests, stop, most=batch_size)
         return answers[0] if is_one else answers
 
     def chat(
@@ -328,7 +231,7 @@ class Engine:
             ValueError: as `generate`.
         """
         (request,) = requests_of(self.target, [prompt], max_new_tokens, sampling)
-        return self._chunks(self._generation(request, self._strings(stop)))
+        return self._answers.streamed(request, stop)
 
     def astream(
         self,
@@ -355,18 +258,9 @@ class Engine:
             ValueError: at the call, not while iterating: as `generate`; or `k` or `logprobs` is not for this engine.
         """
         (request,) = requests_of(self.target, [prompt], max_new_tokens, sampling)
-        self._check_round(k, logprobs)
+        check_round(self.speculation, k, logprobs)
         request = replace(request, k=k, logprobs=logprobs)
-        return self._achunks(self._generation(request, self._strings(stop)))
-
-    def _check_round(self, k: int | None, logprobs: int | None) -> None:
-        for name, value in (("k", k), ("logprobs", logprobs)):
-            if value is not None and self.speculation.gamma is not None:
-                raise ValueError(f"{name}={value}: an engine that drafts ahead does not have it, leave {name} out")
-        if logprobs is not None and not 0 <= whole_number("logprobs", logprobs) <= MOST_LOGPROBS:
-            raise ValueError(f"logprobs={logprobs}: use 0 to {MOST_LOGPROBS}")
-        if k is not None and not 0 <= whole_number("k", k) <= self.speculation.k:
-            raise ValueError(f"k={k}: this engine drafts at most {self.speculation.k} tokens per round, use 0 to that")
+        return self._answers.astreamed(request, stop)
 
     async def agenerate(
         self,
@@ -378,66 +272,12 @@ class Engine:
     ) -> Result:
         """`generate` of one prompt for an event loop, with its errors; see `astream`."""
         (request,) = requests_of(self.target, [prompt], max_new_tokens, sampling)
-        strings = self._strings(stop)
-        generation = self._generation(request, strings)
-        async for _ in self._achunks(generation):
-            pass
-        return self._result(generation, strings)
-
-    async def _achunks(self, generation: Generation) -> AsyncGenerator[Chunk, None]:
-        rounds, has_news = 0, asyncio.Event()
-        try:
-            self._scheduler.watch(generation, asyncio.get_running_loop(), has_news.set)
-            is_over = False
-            while not is_over:
-                await has_news.wait()
-                has_news.clear()
-                # In this order: an error is set after the rounds before it, and before the end flag.
-                is_over, error, available = generation.is_told, generation.error, generation.told_rounds
-                for chunk in _chunks_of(generation, rounds, available):
-                    yield chunk
-                rounds = available
-                if error is not None:
-                    raise error
-        finally:
-            generation.is_cancelled = True
-
-    def _chunks(self, generation: Generation) -> Generator[Chunk, None, None]:
-        rounds = 0
-        with closing(self._scheduler.stream(generation)) as news:
-            for _ in news:
-                available = generation.told_rounds
-                yield from _chunks_of(generation, rounds, available)
-                rounds = available
-
-    def _generation(self, request: Request, strings: StopStrings | None) -> Generation:
-        """New generation; without `strings` its text is assembled only at the end."""
-        text = None if strings is None else self._text(request, strings)
-        return Generation(replace(request, id=next(self._ids)), text)
-
-    def _text(self, request: Request, strings: StopStrings) -> AnswerText:
-        return AnswerText(self._detokenizer.after(request.tokens), strings)
-
-    def _result(self, generation: Generation, strings: StopStrings) -> Result:
-        pieces = generation.pieces
-        if not strings.patterns:
-            text = self._text(generation.request, strings)
-            pieces = [*map(text.add, generation.tokens), text.end()]
-        assert generation.finish_reason is not None
-        return Result(
-            text="".join(pieces),
-            tokens=generation.tokens,
-            finish_reason=generation.finish_reason,
-            stats=added(generation.stats),
-            accepted=tuple(generation.accepted),
-            delivered_s=tuple(generation.delivered_s),
-        )
+        return await self._answers.awhole(request, stop)
 
     @contextmanager
     def in_round(self) -> Iterator[None]:
         """Sets CPU affinity and torch's threads for rounds: one thread if all passes are in C++, which has a pool."""
-        lms: list[CausalLM] = [self.target.lm, *self.drafter.models]
-        is_native = all(lm.is_native for lm in lms)
+        is_native = all(lm.is_native for lm in (self.target.lm, *self.drafter.models))
         threads = nullcontext() if self._cpus is None else torch_threads(len(self._cpus))
         with on_cpus(self._cpus), one_torch_thread() if is_native else threads:
             yield
@@ -463,11 +303,8 @@ class Engine:
         kind: Callable[..., Batch] | None = None,
     ) -> Batch:
         """New batch with the engine's settings except those passed; see `Batch`. `kind` replaces its class."""
-        settings: dict[str, Any] = {}
-        if self.speculation.gamma is not None:
-            settings["overlap"] = self.speculation.overlap
-        batch_class = kind or (Batch if self.speculation.gamma is None else AheadBatch)
-        return batch_class(
+        ahead: dict[str, Any] = {} if self.speculation.gamma is None else {"overlap": self.speculation.overlap}
+        return (kind or (AheadBatch if ahead else Batch))(
             target or self.target,
             drafter or self.drafter,
             lengths=lengths or self.lengths,
@@ -476,7 +313,7 @@ class Engine:
             verify=verify,
             keeps_finished=keeps_finished,
             kept_rows=kept_rows,
-            **settings,
+            **ahead,
         )
 
     def check(
@@ -490,9 +327,24 @@ class Engine:
         logprobs: int | None = None,
     ) -> None:
         """Raises the ValueError that `generate` or `astream` would, without answering."""
-        self._check_round(k, logprobs)
+        check_round(self.speculation, k, logprobs)
         requests_of(self.target, rows_of(prompts)[0], max_new_tokens, sampling)
-        self._strings(stop)
+        self._answers.stop_strings(stop)
 
-    def _strings(self, stop: str | Sequence[str] | None) -> StopStrings:
-        return stop_strings(stop, self._detokenizer.special)
+
+def _checked_rule(target: Target, drafter: Drafter, speculation: Speculation) -> Rule:
+    """The verification rule; raises ValueError if target or drafter cannot speculate like this."""
+    most = target.lm.width - 1
+    if speculation.k > most:
+        raise ValueError(f"k={speculation.k}: draft 1 to {most} tokens per round")
+    if drafter.max_k is not None and speculation.k > drafter.max_k:
+        raise ValueError(
+            f"k={speculation.k}: this drafter drafts at most {drafter.max_k} tokens per round, set k={drafter.max_k}"
+        )
+    speculation.check_drafter(drafter)
+    rule = load_rule(speculation.verify)
+    if rule.warning is not None:
+        warnings.warn(f"verify={speculation.verify!r}: {rule.warning}", stacklevel=3)
+    if (nodes := speculation.nodes_of(drafter)) > most:
+        raise ValueError(f"a tree of {nodes} nodes: a pass has room for {most}")
+    return rule

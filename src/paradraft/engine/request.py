@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from paradraft.core import Request
+from paradraft.engine.speculation import Speculation
 from paradraft.errors import one_line, whole_number
 from paradraft.models.target import Target
 from paradraft.sampling_params import Sampling
@@ -22,6 +23,8 @@ Prompt = str | Sequence[int] | Tensor | np.ndarray
 """A text; or token ids, which are taken as they are: a list, a tuple, an array or a tensor of one dimension."""
 Prompts = Sequence[str] | Sequence[Sequence[int]] | Sequence[Prompt] | Tensor | np.ndarray
 """Several prompts: a list or a tuple, or an array or a tensor of two dimensions."""
+MOST_LOGPROBS = 20
+"""Most top tokens reported for each position of an answer."""
 _USE = "use a text, token ids, or a list of these"
 
 
@@ -76,6 +79,17 @@ def requests_of(
         request = Request(id=index, tokens=tokens, sampling=each, max_new_tokens=limit, eos_ids=target.eos_ids)
         requests.append(request)
     return requests
+
+
+def check_round(speculation: Speculation, k: int | None, logprobs: int | None) -> None:
+    """Raises ValueError if the rounds of an engine cannot have these settings of a request; see `Engine.astream`."""
+    for name, value in (("k", k), ("logprobs", logprobs)):
+        if value is not None and speculation.gamma is not None:
+            raise ValueError(f"{name}={value}: an engine that drafts ahead does not have it, leave {name} out")
+    if logprobs is not None and not 0 <= whole_number("logprobs", logprobs) <= MOST_LOGPROBS:
+        raise ValueError(f"logprobs={logprobs}: use 0 to {MOST_LOGPROBS}")
+    if k is not None and not 0 <= whole_number("k", k) <= speculation.k:
+        raise ValueError(f"k={k}: this engine drafts at most {speculation.k} tokens per round, use 0 to that")
 
 
 def tokens_of(target: Target, prompt: object, name: str = "the prompt") -> list[int]:

@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from paradraft.decode.logprobs import TokenLogprobs
-from paradraft.engine.engine import MOST_LOGPROBS, Engine
+from paradraft.engine.engine import Engine
+from paradraft.engine.request import MOST_LOGPROBS
 from paradraft.serve.exchange import ApiError
 from paradraft.serve.schemas import LEAST, NULL, NULLS, NUMBER, STRICT, STRING, ApiRequest, list_of, object_of, or_null
 from paradraft.text.tokenization import REPLACEMENT

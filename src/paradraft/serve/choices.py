@@ -12,7 +12,8 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from paradraft.engine.engine import Chunk, Engine
+from paradraft.engine.answers import Chunk
+from paradraft.engine.engine import Engine
 from paradraft.sampling_params import Sampling
 from paradraft.serve.admission import Admission, Reservation
 from paradraft.serve.exchange import ApiError

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from paradraft.decode.logprobs import TokenLogprobs
-from paradraft.engine.engine import MOST_LOGPROBS, Engine
-from paradraft.engine.request import rows_of
+from paradraft.engine.engine import Engine
+from paradraft.engine.request import MOST_LOGPROBS, rows_of
 from paradraft.serve.schemas import COUNT, LEAST, NUMBER, STRING, ApiRequest, list_of, object_of
 
 

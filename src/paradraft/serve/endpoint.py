@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paradraft.engine.engine import Chunk
+from paradraft.engine.answers import Chunk
 from paradraft.errors import one_line
 from paradraft.serve.admission import ending
 from paradraft.serve.choices import Choice, Service, choices_of, decoded, mistake

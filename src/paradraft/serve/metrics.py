@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
 from paradraft.decode.payoff import Payoff
-from paradraft.engine.engine import Chunk
+from paradraft.engine.answers import Chunk
 from paradraft.serve.admission import Admission
 
 FIRST_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)

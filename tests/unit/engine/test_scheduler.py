@@ -43,7 +43,7 @@ def alone(engine: Engine, prompt: list[int], limit: int, sampling: Sampling = SA
 
 
 def generation(engine: Engine, prompt: list[int], limit: int, sampling: Sampling = SAMPLED) -> Generation:
-    return engine._generation(Request(tokens=prompt, sampling=sampling, max_new_tokens=limit), None)
+    return engine._answers.generation(Request(tokens=prompt, sampling=sampling, max_new_tokens=limit), None)
 
 
 def calling(function: Callable[[], object], *, at: int = 1) -> Sampling:
@@ -553,7 +553,7 @@ def test_a_round_is_told_whole(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
             super().append(end)
             threading.Event().wait(0.01)
 
-    made = engine._generation
+    made = engine._answers.generation
 
     def generation_of(*arguments: Any) -> Generation:
         one = made(*arguments)
@@ -562,7 +562,7 @@ def test_a_round_is_told_whole(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
         return one
 
     expected = engine.generate([[8]], max_new_tokens=12, sampling=SAMPLED)[0]
-    monkeypatch.setattr(engine, "_generation", generation_of)
+    monkeypatch.setattr(engine._answers, "generation", generation_of)
     with running(engine, 1):
         chunks = []
         for chunk in engine.stream([8], max_new_tokens=12, sampling=SAMPLED):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from paradraft.engine.engine import Engine, Result
+from paradraft.engine.answers import Result
+from paradraft.engine.engine import Engine
 from paradraft.sampling_params import Sampling
 from tests.support.serving import MODEL, Serving, serving
 

@@ -36,7 +36,8 @@ from paradraft.sampling_params import Sampling
 from paradraft.wording import number_of
 
 if TYPE_CHECKING:
-    from paradraft.engine.engine import Chunk, Engine
+    from paradraft.engine.answers import Chunk
+    from paradraft.engine.engine import Engine
     from paradraft.text.chat_template import Message
 
 HELP = """/reset            forget the conversation

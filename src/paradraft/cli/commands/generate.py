@@ -24,7 +24,8 @@ from paradraft.sampling_params import Sampling
 from paradraft.verify import warning_of
 
 if TYPE_CHECKING:
-    from paradraft.engine.engine import Engine, Result
+    from paradraft.engine.answers import Result
+    from paradraft.engine.engine import Engine
     from paradraft.text.chat_template import Message
 
 RESULT_KEYS = {"text", "tokens", "finish_reason", "lossless", "stats"}
