@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from paradraft.decode.stats import Stats
+from paradraft.drafters import load_drafter
 from paradraft.engine.engine import Engine
-from paradraft.engine.loader import load, load_drafter_in
+from paradraft.engine.loader import load
 from paradraft.engine.speculation import Speculation
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY, Sampling
@@ -72,7 +73,9 @@ class Loaded:
     def with_drafter(self, speculation: Speculation) -> Engine:
         """The same target with a drafter."""
         target = self.engine.target
-        engine = Engine(target, load_drafter_in([], speculation, target, Runtime()), speculation)
+        engine = Engine(
+            target, load_drafter(speculation.drafter, target, draft=speculation.draft, runtime=Runtime()), speculation
+        )
         check_is_fast(engine)
         return engine
 

@@ -22,12 +22,11 @@ from paradraft.bench.steadiness import steadiness
 from paradraft.bench.synthetic import SyntheticAcceptance, rounds
 from paradraft.digests import model_digest
 from paradraft.engine.engine import Engine
-from paradraft.engine.loader import runtime_on
-from paradraft.engine.preflight import fitted
+from paradraft.engine.loader import check_memory, resolve
 from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import kernel_names
-from paradraft.sources.loading import settled
+from paradraft.sources.load_plan import Checkpoint, settled
 from paradraft.verify import Verify, load_rule
 
 
@@ -46,14 +45,20 @@ def run_benchmark(
         ValueError: a model cannot be loaded, two methods are the same, prompts do not fit, or a shape has no synthetic
             acceptance.
     """
-    benchmark = replace(benchmark, runtime=settled(benchmark.runtime, benchmark.target))
+    target = Checkpoint.find(benchmark.target)
+    benchmark = replace(benchmark, runtime=settled(target, benchmark.runtime))
     for work in works:
         check(benchmark, work.count)
+    # Methods share width and capacity, and for the rest each has a plan.
+    speculations = [method.speculation for method in benchmark.methods]
+    benchmark = replace(benchmark, runtime=resolve(target, speculations, benchmark.runtime).runtime)
+    plans = {}
     for method in benchmark.methods:
-        runtime = runtime_on(replace(benchmark.runtime, dtype=method.loaded_dtype), method.placement)
-        capacity = fitted(runtime, benchmark.target, method.speculation, method.placement).capacity
-        benchmark = replace(benchmark, runtime=replace(benchmark.runtime, capacity=capacity))
-    prepared = prepare(benchmark, report)
+        plans[method] = resolve(
+            target, [method.speculation], benchmark.runtime, method.placement, dtype=method.loaded_dtype
+        )
+        check_memory(plans[method])
+    prepared = prepare(benchmark, plans, report)
     prompts = [work.prompts(prepared.answers(benchmark.methods[0], benchmark.sampling, report)) for work in works]
     for work, texts in zip(works, prompts, strict=True):
         prepared.check(texts, max_new_tokens=work.max_new_tokens)

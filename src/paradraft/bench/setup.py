@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,17 @@ from paradraft.decode.pearl.channel import launched
 from paradraft.drafters import check_draft, is_drafter, takes_draft
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine.engine import Engine
-from paradraft.engine.loader import drafter_processes, load_drafter_in, runtime_on
+from paradraft.engine.loader import drafter_processes, load_drafter_in
 from paradraft.engine.speculation import Speculation
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.names import is_shape
 from paradraft.models.target import Target
 from paradraft.placement import on_cpus
 from paradraft.sampling_params import Sampling
+from paradraft.sources.load_plan import LoadPlan
 from paradraft.sources.loading import locate, pocket_folder, tokenizer_for
 from paradraft.sources.presets import shape_of
-from paradraft.sources.target_loading import load_target
+from paradraft.sources.target_loading import load_planned
 
 PLAIN = (HF, AR, LLAMA_CPP)
 """Methods without a draft, which can be timed with any weights."""
@@ -173,27 +174,24 @@ class BenchSetup:
         return answer
 
 
-def prepare(benchmark: Benchmark, report: Callable[[str], None]) -> BenchSetup:
-    """Loads the models of all methods, shared ones only once; sends progress to `report`."""
+def prepare(benchmark: Benchmark, plans: Mapping[Method, LoadPlan], report: Callable[[str], None]) -> BenchSetup:
+    """Loads the models of all methods by their plans, shared ones only once; sends progress to `report`."""
     target, runtime, acceptance = benchmark.target, benchmark.runtime, benchmark.acceptance
     preparation = BenchSetup()
     drafters: dict[tuple[object, ...], Drafter] = {}
     for method in benchmark.methods:
         report(f"loading {target} for {method.spec}")
-        of_dtype = replace(runtime, dtype=method.loaded_dtype)
         with on_cpus(method.placement.target_cpus):
-            placement = method.placement
-            on_devices = runtime_on(of_dtype, placement)
             if method.target_key not in preparation.targets:
-                preparation.targets[method.target_key] = load_target(target, on_devices, placement.target_stages or ())
+                preparation.targets[method.target_key] = load_planned(plans[method])
                 if acceptance is not None:
                     without_ends(preparation.targets[method.target_key])
             loaded = preparation.targets[method.target_key]
             speculation = method.speculation
             key = (speculation.drafter, speculation.draft, method.target_key, method.placement)
             if key not in drafters:
-                processes = drafter_processes(speculation, placement)
-                drafters[key] = load_drafter_in(processes, speculation, loaded, on_devices)
+                processes = drafter_processes(speculation, method.placement)
+                drafters[key] = load_drafter_in(processes, speculation, loaded, plans[method])
             drafter = drafters[key]
         if method.name not in PEERS:
             preparation.engines[method] = method.engine(loaded, drafter)
@@ -227,7 +225,6 @@ def check(benchmark: Benchmark, num_prompts: int) -> None:
             raise ValueError(f"methods: {same!r} and {method.spec!r} are the same, name each only once")
     check_batches(methods, num_prompts)
     for method in methods:
-        replace(benchmark.runtime, dtype=method.loaded_dtype)  # the dtype may be unavailable here
         drafter, draft = method.speculation.drafter, method.speculation.draft
         if draft is not None and is_shape(draft):
             shape_of(draft)  # which raises if there is no such shape

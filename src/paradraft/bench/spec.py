@@ -31,12 +31,12 @@ from paradraft.drafters import (
 )
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.engine.engine import Engine
-from paradraft.engine.loader import HERE
 from paradraft.engine.speculation import AUTO, Speculation, gamma_of
 from paradraft.models.runtime import PRECISIONS, QUANTIZED, SHORT, Runtime
 from paradraft.models.target import Target
 from paradraft.placement import Placement, Stage, cpus_of, stages_of
 from paradraft.sampling_params import Sampling
+from paradraft.sources.load_plan import HERE
 from paradraft.tree import Tree
 
 AR = "ar"

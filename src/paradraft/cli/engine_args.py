@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paradraft.cli import options
@@ -30,10 +30,9 @@ class EngineArgs:
         with importing():
             from paradraft.engine.loader import load_engine
 
-        runtime = replace(self.runtime, width=self.speculation.pass_width)
         with console(stderr=True).status("loading; the first time passes are built for this CPU"):
             return load_engine(
-                self.target, self.speculation, kept_rows=kept_rows, runtime=runtime, placement=self.placement,
+                self.target, self.speculation, kept_rows=kept_rows, runtime=self.runtime, placement=self.placement,
                 tries_plain=True,
             )  # fmt: skip
 

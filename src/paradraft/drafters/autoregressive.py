@@ -254,9 +254,8 @@ def _added(drafted: Draft, candidates: Candidates, paths_BA: Tensor, lengths_B: 
 def build(config: Config, target: Target | TargetFacts, runtime: Runtime) -> AutoregressiveDrafter:
     """Loads the draft model, and its prompt tokens if there are any."""
     size = config.size or SIZE
-    if config.prompts is not None:
-        runtime = replace(runtime, width=max(runtime.width, size + 2))  # beside pending tokens
-    lm = load_draft_lm(locate(config.draft, "draft"), target, runtime)
+    width = 0 if config.prompts is None else size + 2  # beside pending tokens
+    lm = load_draft_lm(locate(config.draft, "draft"), target, runtime, width=width)
     if config.prompts is None:
         return AutoregressiveDrafter(lm)
     head = read_head(config.prompts, "ppd", lm.model.config)

@@ -39,9 +39,9 @@ from paradraft.engine.engine import Engine
 from paradraft.engine.speculation import AUTO, Speculation
 from paradraft.errors import one_line, whole_number
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sampling_params import LogitsProcessor, Sampling
+from paradraft.sources.load_plan import runtime_of
 from paradraft.sources.loading import load_tokenizer
 
 WARPERS = {
@@ -228,8 +228,7 @@ def _engine_of(model: PreTrainedModel, speculation: Speculation) -> Engine:
             raise ValueError("custom_generate: this model is from no folder, so its tokenizer cannot be found: save it")
         if (attention := model.config._attn_implementation) not in ("sdpa", "eager"):
             raise ValueError(f"custom_generate: attention {attention!r} has no masks of trees: use sdpa")
-        name = str(model.dtype).removeprefix("torch.")
-        runtime = Runtime(device=str(model.device), dtype=name, width=speculation.pass_width)
+        runtime = runtime_of(model, width=speculation.pass_width)
         tokenizer = load_tokenizer(model.config.name_or_path)
         lm = CausalLM(model, vocab_size=model.config.vocab_size, width=runtime.width)
         target = Target(lm, tokenizer)

@@ -1,11 +1,12 @@
-"""Loads a target and its drafter onto their devices and CPUs."""
+"""Plans how a target and its drafter are loaded, checks the plan before weights are read, and loads them."""
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -14,20 +15,24 @@ from paradraft.decode.pearl.channel import launched, met
 from paradraft.decode.pearl.drafter_process import DraftServer
 from paradraft.decode.pearl.pearl_colocated import CoLocatedDrafter
 from paradraft.decode.pearl.remote import DrafterProcess
-from paradraft.drafters import drafter_class, load_drafter
+from paradraft.drafters import drafter_class, load_drafter, part_names, takes_draft
+from paradraft.drafters.parts.draft_loading import check_draft_config
 from paradraft.engine.engine import Engine
-from paradraft.engine.preflight import fitted
 from paradraft.engine.speculation import Speculation
 from paradraft.errors import one_line
-from paradraft.models.runtime import AUTO, Runtime
+from paradraft.formats.gguf import is_gguf
+from paradraft.formats.head import TargetIdentity, read_identity
+from paradraft.models.architectures import context_of
+from paradraft.models.config_check import check_capacity
+from paradraft.models.kv_cache import free_bytes
+from paradraft.models.names import POCKET, is_shape
+from paradraft.models.runtime import AUTO, QUANTIZED, STORED, Runtime
 from paradraft.models.target import Target
 from paradraft.placement import Placement, on_cpus
-from paradraft.sources.loading import settled
-from paradraft.sources.target_loading import load_target
+from paradraft.sources.load_plan import BY_MODEL, HERE, Checkpoint, LoadPlan, chosen, draft_plan, settled, width_for
+from paradraft.sources.loading import locate, room, tokenizer_for, tokens_of
+from paradraft.sources.target_loading import load_planned, weights_bytes
 from paradraft.tree import Tree
-
-BY_MODEL = Runtime()
-HERE = Placement()
 
 
 def load(
@@ -81,14 +86,7 @@ def load(
     )
     if not isinstance(runtime, Runtime):
         raise ValueError(f"runtime={one_line(runtime)}: use a Runtime, such as Runtime(capacity=8192)")
-    for name, value in (("device", device), ("dtype", dtype)):
-        if value != AUTO and (other := getattr(runtime, name)) not in (AUTO, value):
-            raise ValueError(f"{name}={value!r}: runtime says {other!r}, give it once")
-    runtime = replace(
-        runtime,
-        device=runtime.device if device == AUTO else device,
-        dtype=runtime.dtype if dtype == AUTO else dtype,
-    )
+    runtime = chosen(runtime, device=device, dtype=dtype)
     return load_engine(target, speculation, kept_rows=kept_rows, runtime=runtime, placement=placement)
 
 
@@ -109,21 +107,28 @@ def load_engine(
     Of two processes that `torchrun` starts for PEARL, rank 1 drafts: there this function does not return, and the
     process exits when rank 0 does.
     """
+    plan = plan_engine(target, speculation, runtime, placement)
+    return load_as_planned(plan, speculation, kept_rows=kept_rows, tries_plain=tries_plain)
+
+
+def plan_engine(
+    target: str, speculation: Speculation, runtime: Runtime = BY_MODEL, placement: Placement = HERE
+) -> LoadPlan:
+    """The first half of `load_engine`: plans and checks, and loads nothing."""
     speculation.check_models(target)
     if not isinstance(placement, Placement):
         raise ValueError(f"placement={one_line(placement)}: use a Placement, such as Placement(draft_cpus=(1,))")
     placement.check(speculation.gamma)
-    if placement.target_stages is not None:
-        runtime = replace(runtime, device=placement.target_stages[-1].device)
-    runtime = runtime_on(settled(runtime, target), placement)
-    runtime = fitted(runtime, target, speculation, placement)
-    if max(speculation.k, speculation.nodes) >= runtime.width:
-        runtime = replace(runtime, width=speculation.pass_width)
-    ranks = 1
-    if placement.tensor_parallel:
-        ranks = tensor_parallel_ranks(speculation, placement)
-        if runtime.device == "cuda":
-            runtime = replace(runtime, device=f"cuda:{os.environ['LOCAL_RANK']}")
+    plan = resolve(Checkpoint.find(target), [speculation], runtime, placement)
+    check_memory(plan)
+    return plan
+
+
+def load_as_planned(
+    plan: LoadPlan, speculation: Speculation, *, kept_rows: int = 0, tries_plain: bool = False
+) -> Engine:
+    """The second half of `load_engine`."""
+    placement = plan.placement
     if speculation.gamma is not None and not placement.tensor_parallel and (world_size := launched()):
         if world_size != 2:
             raise ValueError(f"torchrun has started {world_size} processes: a target and its drafter are 2")
@@ -136,16 +141,114 @@ def load_engine(
     else:
         processes = drafter_processes(speculation, placement)  # they start while the target loads
     with on_cpus(placement.target_cpus):
-        loaded_target = load_target(target, runtime, placement.target_stages or (), ranks)
-        drafter = load_drafter_in(processes, speculation, loaded_target, runtime)
+        target = load_planned(plan)
+        drafter = load_drafter_in(processes, speculation, target, plan)
         return Engine(
-            loaded_target,
+            target,
             drafter,
             speculation,
             kept_rows=kept_rows,
             cpus=placement.target_cpus,
             tries_plain=tries_plain,
         )
+
+
+def resolve(
+    target: Checkpoint,
+    speculations: Sequence[Speculation],
+    runtime: Runtime = BY_MODEL,
+    placement: Placement = HERE,
+    *,
+    dtype: str | None = None,
+) -> LoadPlan:
+    """Settles how a target is loaded, and checks from config files that its drafters fit it.
+
+    The device is that of the last stage, or of this process among those of `torchrun`; passes are as wide as the widest
+    draft needs; a runtime without capacity gets that of a draft model with a smaller context.
+
+    Args:
+        speculations: all that the target decodes with.
+        dtype: instead of the runtime's.
+
+    Raises:
+        ValueError: a device or a dtype cannot be used, the capacity exceeds the model, or a draft model has another
+            vocabulary, a smaller context or was trained for another target.
+    """
+    stages = placement.target_stages
+    settings: dict[str, Any] = {"device": stages[-1].device if stages else None, "dtype": dtype}
+    plan = LoadPlan(checkpoint=target, runtime=settled(target, runtime, **settings), placement=placement)
+    for device in (*(stage.device for stage in reversed(stages or ())), placement.draft_device):
+        plan.runtime_on(device)  # raises ValueError
+    check_capacity(runtime.capacity, context_of(target.config))
+    settings["capacity"], drafts = runtime.capacity, []
+    for drafter, draft in dict.fromkeys((each.drafter, each.draft) for each in speculations):
+        if (model := _draft_model(target, drafter, draft)) is not None:
+            settings["capacity"] = _capacity_with(model, plan, settings["capacity"])
+            drafts.append(draft_plan(model, plan.runtime, device=placement.draft_device))
+    if placement.tensor_parallel:
+        ranks = max(tensor_parallel_ranks(each, placement) for each in speculations)
+        if plan.runtime.device == "cuda":
+            settings["device"] = f"cuda:{os.environ['LOCAL_RANK']}"
+    else:
+        ranks = 1
+    width = width_for(
+        runtime,
+        drafted=max(max(each.k, each.nodes) for each in speculations),
+        needed=max(each.pass_width for each in speculations),
+    )
+    return LoadPlan(
+        checkpoint=target,
+        runtime=settled(target, runtime, **settings, width=width),
+        placement=placement,
+        ranks=ranks,
+        drafts=tuple(drafts),
+    )
+
+
+def _draft_model(target: Checkpoint, drafter: str, draft: str | None) -> Checkpoint | None:
+    """The draft model of a drafter that has one with a vocabulary; None for the shipped one, which fits."""
+    if draft is None or draft == POCKET:
+        return None
+    name = next(part for part in part_names(drafter) if takes_draft(part))
+    folder = locate(draft, name)
+    identity = None if is_shape(folder) or is_gguf(folder) else read_identity(folder, name)
+    if identity is not None:
+        # The weights' digest is compared when they are read.
+        identity.check(TargetIdentity.of(target.config, reads_weights=False), folder)
+        return None
+    return Checkpoint.at(folder) if drafter_class(name).traits.can_run_ahead else None
+
+
+def _capacity_with(draft: Checkpoint, plan: LoadPlan, capacity: int | None) -> int | None:
+    """The capacity beside a draft model; raises ValueError if the draft does not fit the target."""
+    config = plan.checkpoint.config
+    vocab_size = config.vocab_size
+    if draft.config.vocab_size < vocab_size:  # the target's last rows may be padding
+        vocab_size = tokens_of(config, tokenizer_for(plan.checkpoint.folder, plan.runtime.tokenizer, config))
+    if capacity is None and context_of(draft.config) < context_of(config):
+        capacity = context_of(draft.config)
+    check_draft_config(draft.folder, draft.config, vocab_size=vocab_size, capacity=room(config, capacity))
+    return capacity
+
+
+def check_memory(plan: LoadPlan) -> None:
+    """Raises ValueError unless target and draft fit into free memory; layers on several devices are not checked."""
+    if plan.placement.target_stages is not None or plan.placement.tensor_parallel:
+        return
+    needed: dict[torch.device, list[tuple[str, str, float]]] = defaultdict(list)
+    for each in (plan, *plan.drafts):
+        runtime = each.runtime
+        dtype = runtime.dtype if runtime.dtype in (*QUANTIZED, STORED) else str(runtime.computed_in)
+        needed[torch.device(runtime.device)].append(
+            (each.checkpoint.folder, dtype.removeprefix("torch."), weights_bytes(each))
+        )
+    for device, models in needed.items():
+        if sum(size for *_, size in models) > (free := free_bytes(device)):
+            listed = " and ".join(f"{size / 2**30:.1f} GiB of {name!r} in {dtype}" for name, dtype, size in models)
+            raise ValueError(
+                f"weights, {listed}, do not fit into the {free / 2**30:.1f} GiB that are free on {device}: "
+                "use smaller models, or another device"
+            )
 
 
 def tensor_parallel_ranks(speculation: Speculation, placement: Placement) -> int:
@@ -157,15 +260,6 @@ def tensor_parallel_ranks(speculation: Speculation, placement: Placement) -> int
     if speculation.gamma == "auto" or speculation.lengths == "expected":
         raise ValueError("tensor_parallel: each process would time itself and draft otherwise: set gamma or k")
     return ranks
-
-
-def runtime_on(runtime: Runtime, placement: Placement) -> Runtime:
-    """Runtime of the target on the device of its logits; raises ValueError if a device cannot be used."""
-    for device in (*(stage.device for stage in reversed(placement.target_stages or ())), placement.draft_device):
-        if device is not None:
-            replace(runtime, device=device)  # raises ValueError
-    stages = placement.target_stages
-    return runtime if stages is None else replace(runtime, device=stages[-1].device)
 
 
 def drafter_processes(speculation: Speculation, placement: Placement) -> list[DrafterProcess]:
@@ -183,19 +277,18 @@ def drafter_processes(speculation: Speculation, placement: Placement) -> list[Dr
 
 
 def load_drafter_in(
-    processes: Sequence[DrafterProcess], speculation: Speculation, target: Target, runtime: Runtime
+    processes: Sequence[DrafterProcess], speculation: Speculation, target: Target, plan: LoadPlan
 ) -> Drafter:
     """Loads a drafter into `processes`, or into this process if there are none."""
     copies: list[Drafter] = []
     try:
         for process in processes:
-            device = process.placement.draft_device
-            placed = runtime if device is None else replace(runtime, device=device)
-            copies.append(process.load(speculation.drafter, target.facts, draft=speculation.draft, runtime=placed))
+            runtime = plan.runtime_on(process.placement.draft_device)
+            copies.append(process.load(speculation.drafter, target.facts, draft=speculation.draft, runtime=runtime))
     except BaseException:
         for process in processes:
             process.close()
         raise
     if not copies:
-        return load_drafter(speculation.drafter, target, draft=speculation.draft, runtime=runtime)
+        return load_drafter(speculation.drafter, target, draft=speculation.draft, runtime=plan.runtime)
     return copies[0] if len(copies) == 1 else CoLocatedDrafter(*copies)

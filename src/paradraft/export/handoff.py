@@ -230,8 +230,7 @@ def _measure(folder: Path, drafter: str, task: HandoffTask) -> MeasuredAcceptanc
     prompts, max_new_tokens = list(task.prompts), task.max_new_tokens
     draft, own_dtype = (folder / FILE, None) if task.engine == GGUF else (folder, task.runtime.draft_dtype)
     speculation = Speculation(drafter=drafter, draft=str(draft), k=task.k, lengths="fixed")
-    runtime = replace(task.runtime, width=max(task.runtime.width, speculation.pass_width), draft_dtype=own_dtype)
-    with load_engine(task.target, speculation, runtime=runtime) as engine:
+    with load_engine(task.target, speculation, runtime=replace(task.runtime, draft_dtype=own_dtype)) as engine:
         answers = engine.generate(prompts, max_new_tokens=max_new_tokens)
         stats = [answer.stats for answer in answers]
         plain = Engine(engine.target, NoDrafter(engine.drafter.reserved_tokens), Speculation(k=1))

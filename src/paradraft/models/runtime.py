@@ -5,7 +5,7 @@ Torch is imported only when a device is checked, so that options are read withou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ STORED = "stored"
 PRECISIONS = (*DTYPES, *QUANTIZED, STORED)
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 AUTO = "auto"
+WIDTH = 64
+"""Default of `Runtime.width`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class Runtime:
             compiles where it takes seconds, on CPUs in float32, bfloat16, int8 and int4; False never.
         capacity: most tokens of a row, prompt included; None for the context length of the model, or of its draft if
             that is smaller. Caches grow with the texts.
-        width: most tokens of one decoding pass.
+        width: most tokens of one decoding pass; an engine takes more if its drafts need them.
         pad_to: least tokens of one decoding pass; passes in C++ need no padding.
         cuda_graphs: on a GPU, record compiled decoding passes and replay them.
 
@@ -50,7 +52,7 @@ class Runtime:
     tokenizer: str | None = None
     compiled: bool | None = None
     capacity: int | None = None
-    width: int = 64
+    width: int = WIDTH
     pad_to: int = 1
     cuda_graphs: bool = True
 
@@ -67,19 +69,6 @@ class Runtime:
             from paradraft.models.quantization import check_quantization
 
             check_quantization(QUANTIZED[self.dtype], device, self.computed_in)
-
-    def settled(self, stored: torch.dtype | None) -> Runtime:
-        """A copy without "auto"; `stored` is the dtype of the checkpoint, None if unknown."""
-        from paradraft.models.devices import device_of, fast_dtype
-
-        device = device_of(self.device)
-        is_open = self.dtype in (AUTO, STORED)
-        return replace(self, device=device, dtype=fast_dtype(stored, device) if is_open else self.dtype)
-
-    @property
-    def of_draft(self) -> Runtime:
-        """The runtime of a draft model."""
-        return self if self.draft_dtype is None else replace(self, dtype=self.draft_dtype)
 
     @property
     def computed_in(self) -> torch.dtype:

@@ -13,8 +13,7 @@ from paradraft.core import Drafter
 from paradraft.drafters import load_drafter
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine.engine import Engine
-from paradraft.engine.loader import HERE
-from paradraft.engine.preflight import fitted
+from paradraft.engine.loader import check_memory, resolve
 from paradraft.environment import describe_machine
 from paradraft.export.engines import tensorrt_config, vllm_config
 from paradraft.models.runtime import Runtime
@@ -24,8 +23,8 @@ from paradraft.plan.costs import Costs, measure_rounds
 from paradraft.plan.predict import PLAIN, Prediction, Way, best, predict
 from paradraft.plan.steadiness import Watch
 from paradraft.plan.task import PlanTask, ways_of
-from paradraft.sources.loading import settled
-from paradraft.sources.target_loading import load_target
+from paradraft.sources.load_plan import Checkpoint
+from paradraft.sources.target_loading import load_planned
 
 Report = Callable[[str], None]
 Checked = dict[tuple[int, Way], dict[str, Any]]
@@ -58,11 +57,12 @@ def run_plan(
         ValueError: a model cannot be loaded, or the prompts do not fit into it.
     """
     speculation = task.speculation
-    runtime = fitted(settled(runtime, task.target), task.target, speculation, HERE)
+    plan = resolve(Checkpoint.find(task.target), [task.speculate(way) for way in known or ways_of(task)], runtime)
+    check_memory(plan)
     report(f"loading {task.target}")
-    target = load_target(task.target, runtime)
+    target = load_planned(plan)
     report(f"loading drafter {speculation.drafter}")
-    drafter = load_drafter(speculation.drafter, target, draft=speculation.draft, runtime=runtime)
+    drafter = load_drafter(speculation.drafter, target, draft=speculation.draft, runtime=plan.runtime)
     plain = _engine(task, PLAIN, target, drafter)
     plain.check(task.prompts, max_new_tokens=task.max_new_tokens, sampling=task.sampling)
     watch = Watch(plain, task.prompts[0], task.sampling)
@@ -78,12 +78,12 @@ def run_plan(
     if check_runs:
         ways = {*chosen.values(), *(Way(k=k) for k in chains.values())}
         ways.add(max(known, key=lambda way: (way.tree is None, way.k)))
-        checked = _check(task, ways - {PLAIN}, target, drafter, runtime.dtype, check_runs, report)
+        checked = _check(task, ways - {PLAIN}, target, drafter, plan.runtime.dtype, check_runs, report)
         watch.look()
     draft = speculation.draft or DRAFT
     return {
-        "machine": describe_machine(runtime.device),
-        "arguments": task.as_json(runtime),
+        "machine": describe_machine(plan.runtime.device),
+        "arguments": task.as_json(plan.runtime),
         "acceptance": {way.name: _used(acceptance, way, source) for way, acceptance in known.items()},
         "costs_ms": {batch: _in_ms(of_batch) for batch, of_batch in costs.items()},
         "predictions": [_values(each, checked.get((each.batch, each.way))) for each in predictions],

@@ -29,8 +29,7 @@ from paradraft.drafters import drafter_config, split_settings
 from paradraft.drafters.none import NoDrafter
 from paradraft.drafters.ppd import Plan, PpdDrafter, machine_of
 from paradraft.engine.engine import Engine
-from paradraft.engine.loader import HERE
-from paradraft.engine.preflight import fitted
+from paradraft.engine.loader import check_memory, resolve
 from paradraft.engine.request import requests_of
 from paradraft.engine.speculation import Speculation
 from paradraft.environment import describe_machine
@@ -44,8 +43,9 @@ from paradraft.plan.replay import RANKS, UNKNOWN, Ranks, accuracy_of, random_tre
 from paradraft.plan.steadiness import Watch
 from paradraft.plan.task import PlannedAnswers
 from paradraft.sampling.sparse_tree import StateTree, best_trees, rate
-from paradraft.sources.loading import locate, settled
-from paradraft.sources.target_loading import load_target
+from paradraft.sources.load_plan import Checkpoint, LoadPlan
+from paradraft.sources.loading import locate
+from paradraft.sources.target_loading import load_planned
 from paradraft.verify import warning_of
 
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -157,12 +157,12 @@ def run_size_plan(task: SizeTask, runtime: Runtime, *, check_runs: int, report: 
         ValueError: a model cannot be loaded, or the prompts do not fit into it.
     """
     config = _config(task, max(task.sizes))
-    runtime = fitted(settled(runtime, task.target), task.target, task.speculation, HERE)
     head = read_checkpoint(locate(task.speculation.draft or POCKET, "ppd"), "ppd")
     copies = head.setting("copies", int)
+    load_plan = _load_plan(task, max(*task.sizes, config.prompts * copies), runtime)
+    runtime = load_plan.runtime
     report(f"loading {task.target}")
-    widest = task.of_size(max(*task.sizes, config.prompts * copies))
-    target = load_target(task.target, replace(runtime, width=max(widest.pass_width, runtime.width)))
+    target = load_planned(load_plan)
     head.target.check(TargetIdentity.of(target.lm.model.config), head.name)
     sizes = [size for size in task.sizes if size >= copies]
     if not sizes:
@@ -261,6 +261,12 @@ def memory_of(target: Target, head: Head, size: int) -> dict[str, int]:
         "keys_and_values": size * cached,
         "activations": size * 4 * (layer + target.lm.vocab_size),
     }
+
+
+def _load_plan(task: SizeTask, size: int, runtime: Runtime) -> LoadPlan:
+    plan = resolve(Checkpoint.find(task.target), [task.of_size(size)], runtime)
+    check_memory(plan)
+    return plan
 
 
 def _config(task: SizeTask, size: int) -> Any:

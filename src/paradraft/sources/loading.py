@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterable
+from copy import deepcopy
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,18 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
-from paradraft.errors import one_line
 from paradraft.formats.folder import check_index
 from paradraft.formats.gguf import SUFFIX, is_gguf, read_gguf
 from paradraft.models.architectures import context_of, experts_settings, spec_of
 from paradraft.models.config_check import check_architecture
+from paradraft.models.devices import device_of
 from paradraft.models.names import POCKET, check_has_weights, is_shape
-from paradraft.models.runtime import AUTO, DTYPES, QUANTIZED, STORED, Runtime
+from paradraft.models.runtime import DTYPES, QUANTIZED, STORED, Runtime
 from paradraft.sources import gguf_config, gguf_model, hub, packed_folder
 from paradraft.sources.gguf_tokenizer import check_same_tokens, gguf_tokenizer
 from paradraft.sources.loading_errors import is_no_table, loading_of, some_of, without_bars
 from paradraft.sources.presets import id_tokenizer, shape_of
 from paradraft.sources.reduced_head import ReducedHead, set_head
-from paradraft.sources.stored_weights import settled_as_stored
 from paradraft.text.generation_config import end_ids, suppressed_ids
 from paradraft.text.vocabulary import used_rows
 
@@ -102,29 +102,11 @@ def config_of(name: str) -> PretrainedConfig:
     return shape_of(name).config() if is_shape(name) else load_config(name)
 
 
-def settled(runtime: Runtime, name: str, role: str = "target") -> Runtime:
-    """Resolves "auto" in a runtime's device and dtype for a model; `role` as in `locate`.
-
-    Raises:
-        ValueError: there is no such model, or the device or dtype is not available for it.
-    """
-    folder = locate(name, role)
-    if is_in_few_bits(folder):
-        return settled_as_stored(runtime, name)
-    if not {AUTO, STORED} & {runtime.device, runtime.dtype}:
-        return runtime
-    stored = None if is_shape(folder) or runtime.dtype not in (AUTO, STORED) else load_config(folder).dtype
-    dtype = getattr(torch, stored, stored) if isinstance(stored, str) else stored
-    if not isinstance(dtype, torch.dtype | None):
-        raise ValueError(
-            f"{name!r} has dtype {one_line(dtype)} in its config.json, which PyTorch does not have: write one such as "
-            '"bfloat16", or give another dtype than auto'
-        )
-    return runtime.settled(dtype)
-
-
-def is_in_few_bits(name: str) -> bool:
+def is_in_few_bits(name: str, config: PretrainedConfig) -> bool:
     """Whether a model's weights are stored quantized: a GGUF file, or a folder of GPTQ or AWQ.
+
+    Args:
+        config: of the model.
 
     Raises:
         ValueError: they are, in an unsupported format.
@@ -133,16 +115,19 @@ def is_in_few_bits(name: str) -> bool:
         return False
     if is_gguf(name):
         return gguf_model.has_few_bits(read_gguf(name))
-    return packed_folder.packing_of(load_config(name), name) is not None
+    return packed_folder.packing_of(config, name) is not None
 
 
-def load_generation_config(name: str) -> GenerationConfig:
+def load_generation_config(name: str, config: PretrainedConfig | None = None) -> GenerationConfig:
     """Loads a model's generation config, or derives it from the model's config if there is no such file.
+
+    Args:
+        config: of the model; None loads it.
 
     Raises:
         ValueError: as `load_config`, or it names invalid token ids.
     """
-    config = load_config(name)
+    config = load_config(name) if config is None else config
     if is_gguf(name):
         return gguf_config.generation_config_of(name)
     with loading_of(f"model {name!r}"):
@@ -162,10 +147,19 @@ def room(config: PretrainedConfig, capacity: int | None) -> int:
     return context_of(config) if capacity is None else capacity
 
 
-def load_model(name: str, runtime: Runtime, *, head: ReducedHead | None = None, **settings: Any) -> PreTrainedModel:
+def load_model(
+    name: str,
+    runtime: Runtime,
+    config: PretrainedConfig | None = None,
+    *,
+    head: ReducedHead | None = None,
+    **settings: Any,
+) -> PreTrainedModel:
     """Loads a causal LM for inference, without rounding its weights: `load_target` does that for int8 and int4.
 
     Args:
+        runtime: its dtype is not "auto".
+        config: of the model; None loads it.
         head: its output head, if that has fewer rows than the embedding.
         settings: further arguments of `from_pretrained`.
 
@@ -173,15 +167,23 @@ def load_model(name: str, runtime: Runtime, *, head: ReducedHead | None = None, 
         ValueError: there is no such model, it is no supported causal LM, its weights do not fit its config, or they are
             stored quantized and `runtime` requires a dtype.
     """
-    if runtime.dtype in DTYPES and is_in_few_bits(name):
+    config = load_config(name) if config is None else config
+    if runtime.dtype in DTYPES and is_in_few_bits(name, config):
         raise ValueError(
             f"{name!r} has weights that are stored in few bits, and {runtime.dtype} is needed here: name the model "
             "that it was made from"
         )
-    runtime = settled(runtime, name)
-    if is_gguf(name) or runtime.dtype == STORED:
-        return _load_stored(name, runtime)
-    load_generation_config(name)  # `from_pretrained` ignores a file that cannot be read
+    device = device_of(runtime.device)
+    if is_gguf(name):
+        return gguf_model.load(name, runtime.computed_in, attention=ATTENTION).to(device)
+    generation = load_generation_config(name, config)  # `from_pretrained` ignores a file that cannot be read
+    if runtime.dtype == STORED:
+        packing = packed_folder.packing_of(config, name)
+        assert packing is not None
+        model, unused = packed_folder.load(name, deepcopy(config), packing, runtime.computed_in, attention=ATTENTION)
+        model.generation_config = generation
+        _warn_of_unused(unused, name)
+        return model
     logging.getLogger("transformers.modeling_utils").addFilter(is_no_table)
     with loading_of(f"model {name!r}"), without_bars():
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -191,7 +193,7 @@ def load_model(name: str, runtime: Runtime, *, head: ReducedHead | None = None, 
             attn_implementation=ATTENTION,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            **experts_settings(runtime.computed_in, load_config(name)) | settings,
+            **experts_settings(runtime.computed_in, config) | settings,
         )
     apart = set_head(model, head)
     others = [
@@ -202,20 +204,7 @@ def load_model(name: str, runtime: Runtime, *, head: ReducedHead | None = None, 
     if wrong := sorted([*others, *(f"{key} is missing" for key in set(info["missing_keys"]) - apart)]):
         raise ValueError(f"model {name!r}: its weights do not fit its config.json, {some_of(wrong)}")
     _warn_of_unused(set(info["unexpected_keys"]) - apart, name)
-    return (model if settings else model.to(runtime.device)).eval()
-
-
-def _load_stored(name: str, runtime: Runtime) -> PreTrainedModel:
-    """Loads a GGUF file, or a folder of GPTQ or AWQ."""
-    if is_gguf(name):
-        return gguf_model.load(name, runtime.computed_in, attention=ATTENTION).to(runtime.device)
-    config = load_config(name)
-    packing = packed_folder.packing_of(config, name)
-    assert packing is not None
-    model, unused = packed_folder.load(name, config, packing, runtime.computed_in, attention=ATTENTION)
-    model.generation_config = load_generation_config(name)
-    _warn_of_unused(unused, name)
-    return model
+    return (model if settings else model.to(device)).eval()
 
 
 def _warn_of_unused(weights: Iterable[str], name: str) -> None:
@@ -223,7 +212,7 @@ def _warn_of_unused(weights: Iterable[str], name: str) -> None:
         warnings.warn(f"{name}: weights that are not used: {some_of(unused)}", stacklevel=3)
 
 
-def load_shard(name: str, runtime: Runtime, ranks: int) -> PreTrainedModel:
+def load_shard(name: str, runtime: Runtime, config: PretrainedConfig, ranks: int) -> PreTrainedModel:
     """Loads this process's tensor-parallel shard of a causal LM, by the plan that `transformers` has for it.
 
     Args:
@@ -237,9 +226,8 @@ def load_shard(name: str, runtime: Runtime, ranks: int) -> PreTrainedModel:
         raise ValueError(f"{name!r}: tensor parallelism needs weights that are on disk")
     if runtime.dtype in QUANTIZED or runtime.compiled:
         raise ValueError("tensor parallelism: passes are those of transformers, so neither int8, int4 nor --compile")
-    if is_gguf(name) or is_in_few_bits(name):
+    if is_gguf(name) or is_in_few_bits(name, config):
         raise ValueError(f"{name!r}: tensor parallelism shares out folders of unrounded weights: use such a one")
-    config = load_config(name)
     if spec_of(config).has_experts:
         raise ValueError(f"{name!r}: mixtures of experts are not shared out by layer: give whole layers to devices")
     if not getattr(config, "base_model_tp_plan", None):
@@ -247,22 +235,25 @@ def load_shard(name: str, runtime: Runtime, ranks: int) -> PreTrainedModel:
     for key in ("num_key_value_heads", "num_attention_heads"):
         if (heads := getattr(config, key)) % ranks:
             raise ValueError(f"{name!r}: {key} is {heads}, which {ranks} processes cannot share evenly")
-    model = load_model(name, runtime, distributed_config=DistributedConfig(tp_size=ranks, tp_plan="auto"))
+    model = load_model(name, runtime, config, distributed_config=DistributedConfig(tp_size=ranks, tp_plan="auto"))
     if model.device.type != (wanted := torch.device(runtime.device).type):
         raise ValueError(f"device={wanted!r}: tensor parallelism computes on {model.device.type} here, name that")
     return model
 
 
-def load_skeleton(name: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def load_skeleton(
+    name: str, dtype: torch.dtype | None = None, config: PretrainedConfig | None = None
+) -> PreTrainedModel:
     """A causal LM or shape on the meta device, whose weights can be counted or filled in.
 
     Args:
         dtype: of the weights; by default the config's.
+        config: of the model; None loads it.
 
     Raises:
         ValueError: there is no such model, or it is no supported causal LM.
     """
-    config = config_of(name)
+    config = config_of(name) if config is None else deepcopy(config)  # models change theirs
     settings = {} if dtype is None else {"dtype": dtype}
     with loading_of(f"model {name!r}"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
@@ -270,14 +261,14 @@ def load_skeleton(name: str, dtype: torch.dtype | None = None) -> PreTrainedMode
         ).eval()
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model; raises ValueError if there is none."""
+def load_tokenizer(name: str, config: PretrainedConfig | None = None) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a model, whose `config` is read unless given; raises ValueError if there is none."""
     # Silences the warning about texts longer than the model's limit, which is checked with a better message where the
     # text is used.
     logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
     if is_gguf(name):
         return gguf_tokenizer(read_gguf(name, vocabulary=True))
-    if not Path(name).is_dir() or (Path(name) / "config.json").is_file():
+    if config is None and (not Path(name).is_dir() or (Path(name) / "config.json").is_file()):
         load_config(name)  # the tokenizer's class depends on it, so its errors would be reported as the tokenizer's
     with loading_of(f"the tokenizer of {name!r}"):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -287,24 +278,25 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def tokenizer_of(folder: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model or of a shape; raises as `load_tokenizer`."""
-    return id_tokenizer(folder) if is_shape(folder) else load_tokenizer(folder)
+def tokenizer_of(folder: str, config: PretrainedConfig | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model or of a shape; see `load_tokenizer`."""
+    return id_tokenizer(folder) if is_shape(folder) else load_tokenizer(folder, config)
 
 
-def tokenizer_for(folder: str, named: str | None) -> PreTrainedTokenizerBase:
+def tokenizer_for(folder: str, named: str | None, config: PretrainedConfig | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer for a target.
 
     Args:
         named: folder or Hugging Face id of another tokenizer; None for the target's own.
+        config: of the target; None loads it.
 
     Raises:
         ValueError: there is none, or the named tokenizer has other tokens than the target.
     """
     if named is None:
-        return tokenizer_of(folder)
+        return tokenizer_of(folder, config)
     tokenizer = load_tokenizer(named if Path(named).is_dir() else locate(named, "target"))
-    if (used := used_rows(tokenizer)) > (rows := config_of(folder).vocab_size):
+    if (used := used_rows(tokenizer)) > (rows := (config or config_of(folder)).vocab_size):
         raise ValueError(
             f"tokenizer {named!r} has {used} tokens, and {folder!r} an embedding of {rows} rows: name the tokenizer of "
             "the model that it was made of"

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from paradraft.formats.gguf_blocks import Blocks
-from paradraft.models.devices import device_of
 from paradraft.models.quantized import QuantizedTensor
-from paradraft.models.runtime import AUTO, STORED, Runtime
 
 Weight = Blocks | Tensor
 """Quantized or plain weights; a `QuantizedTensor` is read lazily."""
@@ -34,25 +31,6 @@ def lossless_dtype(numbers: Iterable[Tensor], wanted: torch.dtype) -> torch.dtyp
     """
     is_exact = all(torch.equal(weight.to(wanted).float(), weight.float()) for weight in numbers)
     return wanted if is_exact else torch.float32
-
-
-def settled_as_stored(runtime: Runtime, name: str) -> Runtime:
-    """Resolves "auto" in the runtime of a model whose weights are stored quantized; `name` is for messages.
-
-    Raises:
-        ValueError: another dtype, or another device than a CPU, was requested.
-    """
-    if runtime.dtype not in (AUTO, STORED):
-        raise ValueError(
-            f"dtype={runtime.dtype!r}: the weights of {name!r} are stored in few bits, and decoded as they are: leave "
-            "the dtype out, or use the model before that"
-        )
-    device = "cpu" if runtime.device == AUTO else device_of(runtime.device)
-    if torch.device(device).type != "cpu":
-        raise ValueError(
-            f"device={device!r}: the weights of {name!r} are stored in few bits, which run on CPUs: use cpu"
-        )
-    return replace(runtime, device=device, dtype=STORED)
 
 
 def assembled(

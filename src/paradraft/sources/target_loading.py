@@ -10,16 +10,13 @@ import logging
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.formats.gguf import is_gguf, read_gguf
-from paradraft.formats.vocab_map import VocabMap
 from paradraft.models.architectures import spec_of
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import is_built
@@ -31,60 +28,56 @@ from paradraft.models.quantization import bits_of, quantize
 from paradraft.models.quantized import GROUP
 from paradraft.models.runtime import QUANTIZED, STORED, Runtime
 from paradraft.models.target import Target
-from paradraft.placement import Stage
 from paradraft.sources import gguf_model
 from paradraft.sources.gguf_tokenizer import named_ends_of
+from paradraft.sources.load_plan import BY_MODEL, Checkpoint, LoadPlan, plan_of
 from paradraft.sources.loading import (
-    config_of,
-    is_in_few_bits,
     load_generation_config,
     load_model,
     load_shard,
     load_skeleton,
-    locate,
     room,
-    settled,
     tokenizer_for,
     tokens_of,
 )
 from paradraft.sources.packed_file import PackedFile
 from paradraft.sources.presets import random_model
-from paradraft.sources.reduced_head import ReducedHead, reduced_head, set_head
+from paradraft.sources.reduced_head import set_head
 from paradraft.sources.rounding_reader import files_of, fill
 from paradraft.text.generation_config import PenaltyWarning, complaint, end_ids, penalty_complaint, suppressed_ids
 
 LOG = logging.getLogger(__name__)
 
 
-def load_target(name: str, runtime: Runtime, stages: Sequence[Stage] = (), ranks: int = 1) -> Target:
-    """Loads the target and its tokenizer.
+def load_target(name: str, runtime: Runtime = BY_MODEL) -> Target:
+    """Loads a target for no particular drafter; see `load_planned`."""
+    return load_planned(plan_of(name, runtime))
 
-    Args:
-        runtime: how it runs; its device is ignored with stages.
-        stages: devices of its layers (pipeline); empty for one device.
-        ranks: number of processes that share each layer, this one included (tensor parallelism).
+
+def load_planned(plan: LoadPlan) -> Target:
+    """Loads a target and its tokenizer.
 
     Raises:
-        ValueError: there is no such model, or it cannot run like this.
+        ValueError: it cannot run like this.
     """
-    folder, runtime = locate(name, "target"), settled(runtime, name)
-    tokenizer = tokenizer_for(folder, runtime.tokenizer)
-    vocab_size = tokens_of(config_of(folder), tokenizer)
-    if ranks > 1:
-        lm = causal_lm_of(load_shard(folder, runtime, ranks), vocab_size, runtime, runtime.capacity, ranks=ranks)
+    checkpoint, runtime, stages = plan.checkpoint, plan.runtime, plan.placement.target_stages
+    name, folder = checkpoint.name, checkpoint.folder
+    tokenizer = tokenizer_for(folder, runtime.tokenizer, checkpoint.config)
+    vocab_size = tokens_of(checkpoint.config, tokenizer)
+    if plan.ranks > 1:
+        lm = _causal_lm(load_shard(folder, runtime, checkpoint.config, plan.ranks), vocab_size, plan, ranks=plan.ranks)
     elif stages:
         if runtime.dtype == STORED:
             raise ValueError(
                 f"{name!r}: layers of weights that are stored in few bits are on one CPU: leave stages out"
             )
-        dtype = str(runtime.computed_in).removeprefix("torch.")
-        model = _weights(folder, replace(runtime, device="cpu", dtype=dtype))
+        model = _weights(checkpoint, Runtime(device="cpu", dtype=str(runtime.computed_in).removeprefix("torch.")))
         parts = split(model, stages)
         for part in parts:
             _quantize(part.model, runtime)
-        lm = causal_lm_of(model, vocab_size, runtime, runtime.capacity, stages=parts)
+        lm = _causal_lm(model, vocab_size, plan, stages=parts)
     else:
-        lm = load_lm(folder, runtime, vocab_size, runtime.capacity)
+        lm = load_lm(plan, vocab_size)
     target = Target(lm, tokenizer, _named_ends(folder, lm.model, tokenizer))
     _apply_generation_config(lm.model, target, name)
     return target
@@ -119,86 +112,79 @@ def _apply_generation_config(model: PreTrainedModel, target: Target, name: str) 
         )
 
 
-def load_lm(folder: str, runtime: Runtime, vocab_size: int, capacity: int | None) -> CausalLM:
+def load_lm(plan: LoadPlan, vocab_size: int) -> CausalLM:
     """Loads a causal LM with its KV cache; quantized weights on a CPU from the packed file of an earlier load.
 
     Args:
         vocab_size: number of ids that are tokens.
-        capacity: maximum tokens of a row; None for the model's limit.
 
     Raises:
-        ValueError: there is no such model, or it cannot run like this.
+        ValueError: it cannot run like this.
     """
-    runtime = settled(runtime, folder)
-    LOG.info("%s: reading", Path(folder).name)
-    config, file = config_of(folder), None
-    head = reduced_head(folder, config)
-    lm_of = partial(
-        causal_lm_of, vocab_size=vocab_size, runtime=runtime, capacity=capacity,
-        vocab_map=None if head is None else head.vocab_map,
-    )  # fmt: skip
-    if _packs_few_bits(config, runtime):
-        file = PackedFile.of(folder, config, dtype=runtime.dtype, computed_in=runtime.computed_in)
-    if file is not None and (probe := file.read(model := _skeleton(folder, runtime, head))) is not None:
+    checkpoint, runtime = plan.checkpoint, plan.runtime
+    LOG.info("%s: reading", Path(checkpoint.folder).name)
+    file = None
+    if _packs_few_bits(plan):
+        file = PackedFile.of(checkpoint.folder, checkpoint.config, dtype=runtime.dtype, computed_in=runtime.computed_in)
+    if file is not None and (probe := file.read(model := _skeleton(plan))) is not None:
         with suppress(OtherLogitsError):
-            return lm_of(model, probe=probe)
+            return _causal_lm(model, vocab_size, plan, probe=probe)
         file.warn_of_other_logits()
-    lm = lm_of(_loaded(folder, runtime, head))
+    lm = _causal_lm(_loaded(plan), vocab_size, plan)
     if file is not None and lm.probe is not None:
         file.write(lm.model, lm.probe)
     return lm
 
 
-def _packs_few_bits(config: PretrainedConfig, runtime: Runtime) -> bool:
+def _packs_few_bits(plan: LoadPlan) -> bool:
     """Whether a model may run in C++ with quantized weights."""
+    runtime, spec = plan.runtime, spec_of(plan.checkpoint.config)
     is_on_cpu, has_few_bits = torch.device(runtime.device).type == "cpu", runtime.dtype in (*QUANTIZED, STORED)
-    return has_few_bits and is_on_cpu and runtime.compiled is not False and not spec_of(config).has_experts
+    return has_few_bits and is_on_cpu and runtime.compiled is not False and not spec.has_experts
 
 
-def _skeleton(folder: str, runtime: Runtime, head: ReducedHead | None) -> PreTrainedModel:
+def _skeleton(plan: LoadPlan) -> PreTrainedModel:
     """A model on the meta device with its generation config."""
-    model = load_skeleton(folder, runtime.computed_in)
-    set_head(model, head)
+    folder, config = plan.checkpoint.folder, plan.checkpoint.config
+    model = load_skeleton(folder, plan.runtime.computed_in, config)
+    set_head(model, plan.checkpoint.head)
     if not is_shape(folder):
-        model.generation_config = load_generation_config(folder)
+        model.generation_config = load_generation_config(folder, config)
     return model
 
 
-def _rounded_when_packed(folder: str, runtime: Runtime, head: ReducedHead | None) -> PreTrainedModel | None:
+def _rounded_when_packed(plan: LoadPlan) -> PreTrainedModel | None:
     """A model whose weights are read and rounded when its C++ pass packs them; None if that is not possible."""
-    if (pieces := _read_in_pieces(folder, runtime, head)) is None:
+    if (pieces := _read_in_pieces(plan)) is None:
         return None
     model, files = pieces
-    fill(model, files, bits=QUANTIZED[runtime.dtype])
+    fill(model, files, bits=QUANTIZED[plan.runtime.dtype])
     return model if can_serve(model) else None
 
 
-def _read_in_pieces(
-    folder: str, runtime: Runtime, head: ReducedHead | None
-) -> tuple[PreTrainedModel, dict[str, Path]] | None:
+def _read_in_pieces(plan: LoadPlan) -> tuple[PreTrainedModel, dict[str, Path]] | None:
     """A model on the meta device, and the file of each weight; None if they are not rounded matrix by matrix."""
-    if is_shape(folder) or runtime.dtype not in QUANTIZED or not _packs_few_bits(config_of(folder), runtime):
+    folder = plan.checkpoint.folder
+    if is_shape(folder) or plan.runtime.dtype not in QUANTIZED or not _packs_few_bits(plan) or not is_built():
         return None
-    if not is_built():
-        return None
-    model = _skeleton(folder, runtime, head)
+    model = _skeleton(plan)
     if not spec_of(model.config).is_in_cpp or (files := files_of(folder, model)) is None:
         return None
     return model, files
 
 
-def _loaded(folder: str, runtime: Runtime, head: ReducedHead | None) -> PreTrainedModel:
-    if (model := _rounded_when_packed(folder, runtime, head)) is not None:
+def _loaded(plan: LoadPlan) -> PreTrainedModel:
+    if (model := _rounded_when_packed(plan)) is not None:
         return model
-    model = _weights(folder, runtime, head)
-    _quantize(model, runtime)
+    model = _weights(plan.checkpoint, plan.runtime)
+    _quantize(model, plan.runtime)
     return model
 
 
-def _weights(folder: str, runtime: Runtime, head: ReducedHead | None = None) -> PreTrainedModel:
-    if is_shape(folder):
-        return random_model(folder, dtype=runtime.computed_in, device=runtime.device)
-    return load_model(folder, runtime, head=head)
+def _weights(checkpoint: Checkpoint, runtime: Runtime) -> PreTrainedModel:
+    if is_shape(checkpoint.folder):
+        return random_model(checkpoint.folder, dtype=runtime.computed_in, device=runtime.device)
+    return load_model(checkpoint.folder, runtime, checkpoint.config, head=checkpoint.head)
 
 
 def _quantize(model: PreTrainedModel, runtime: Runtime) -> None:
@@ -206,28 +192,21 @@ def _quantize(model: PreTrainedModel, runtime: Runtime) -> None:
         quantize(model, QUANTIZED[runtime.dtype])
 
 
-def causal_lm_of(
+def _causal_lm(
     model: PreTrainedModel,
     vocab_size: int,
-    runtime: Runtime,
-    capacity: int | None,
+    plan: LoadPlan,
     *,
     stages: Sequence[StageModel] = (),
     ranks: int = 1,
     probe: str | None = None,
-    vocab_map: VocabMap | None = None,
 ) -> CausalLM:
-    """A loaded model with its KV cache.
-
-    Args:
-        capacity: maximum tokens of a row; None for the model's limit.
-        probe: of its C++ pass when its weights were packed; see `CausalLM`.
-        vocab_map: the ids of a reduced output head's rows.
-    """
+    """A loaded model with its KV cache; `probe` is of its C++ pass when its weights were packed, see `CausalLM`."""
+    runtime, head = plan.runtime, plan.checkpoint.head
     return CausalLM(
         model,
         vocab_size=vocab_size,
-        capacity=room(model.config, capacity),
+        capacity=room(model.config, runtime.capacity),
         width=runtime.width,
         compiled=runtime.compiled,
         pad_to=runtime.pad_to,
@@ -235,28 +214,27 @@ def causal_lm_of(
         stages=stages,
         ranks=ranks,
         probe=probe,
-        vocab_map=vocab_map,
+        vocab_map=None if head is None else head.vocab_map,
     )
 
 
-def weights_bytes(name: str, runtime: Runtime) -> float:
+def weights_bytes(plan: LoadPlan) -> float:
     """Bytes of memory for a model's weights while it is loaded.
 
     Rounded weights count with their few bits if they are read one matrix at a time, because later loads map the same
     amount; if they are read as a whole, they count at full precision.
 
     Raises:
-        ValueError: there is no such model, or it is no supported causal LM.
+        ValueError: it is no supported causal LM.
     """
-    itemsize = runtime.computed_in.itemsize
-    if is_gguf(name):
-        return gguf_model.resident_bytes(read_gguf(name), itemsize)
-    head = reduced_head(name, config_of(name))
-    if (pieces := _read_in_pieces(name, runtime, head)) is not None:
-        return _rounded_bytes(pieces[0], QUANTIZED[runtime.dtype])
-    model = _skeleton(name, runtime, head)
+    checkpoint, itemsize = plan.checkpoint, plan.runtime.computed_in.itemsize
+    if is_gguf(checkpoint.folder):
+        return gguf_model.resident_bytes(read_gguf(checkpoint.folder), itemsize)
+    if (pieces := _read_in_pieces(plan)) is not None:
+        return _rounded_bytes(pieces[0], QUANTIZED[plan.runtime.dtype])
+    set_head(model := load_skeleton(checkpoint.folder, config=checkpoint.config), checkpoint.head)
     numbers = sum(weight.numel() for weight in model.parameters())
-    if runtime.dtype != STORED or not is_in_few_bits(name):
+    if not checkpoint.is_quantized:
         return numbers * float(itemsize)
     packed = sum(layer.weight.numel() for layer in model.model.layers.modules() if isinstance(layer, nn.Linear))
     return packed * 1.25 + (numbers - packed) * float(itemsize)  # a byte for each value, and scales

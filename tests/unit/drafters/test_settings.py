@@ -13,10 +13,11 @@ from paradraft import drafters
 from paradraft.bench.setup import prepare
 from paradraft.bench.spec import SETTINGS, Benchmark, Method
 from paradraft.drafters import drafter_config, drafter_names, drafter_settings, setting_names
-from paradraft.engine.loader import load
+from paradraft.engine.loader import load, resolve
 from paradraft.export.engines import vllm_config
 from paradraft.plan.acceptance import acceptances
 from paradraft.sampling_params import GREEDY
+from paradraft.sources.load_plan import Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,8 @@ def test_settings_are_part_of_a_method(family: Path) -> None:
     benchmark = Benchmark(
         target=str(family / "target"), methods=[five], sampling=GREEDY, runtime=load.__kwdefaults__["runtime"], runs=1
     )
-    assert prepare(benchmark, lambda text: None).engines[five].drafter.config.max_ngram == 5
+    plans = {five: resolve(Checkpoint.find(benchmark.target), [asked], benchmark.runtime)}
+    assert prepare(benchmark, plans, lambda text: None).engines[five].drafter.config.max_ngram == 5
     with pytest.raises(ValueError, match=r"settings of ngram are .*lengths, max_ngram, each at most once"):
         Method.parse("ngram:n=4")
     with pytest.raises(ValueError, match="max_ngram='x': use a whole number"):

@@ -16,7 +16,7 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.models.quantization import quantize
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY
-from paradraft.sources.loading import load_model, load_shard
+from paradraft.sources.loading import load_config, load_model, load_shard
 from paradraft.train.init.init_draft import make
 from paradraft.train.init.init_from import PrunedTarget, RandomInit
 from tests.conftest import VOCAB, tiny_tokenizer
@@ -94,7 +94,7 @@ def test_what_knows_no_experts_is_refused(folder: str) -> None:
     with pytest.raises(ValueError, match="dtype='int8': linear layers are rounded, and experts are none"):
         quantize(load_model(folder, Runtime(device="cpu", dtype="float32")), 8)
     with pytest.raises(ValueError, match="mixtures of experts are not shared out"):
-        load_shard(folder, Runtime(device="cpu", dtype="float32"), 2)
+        load_shard(folder, Runtime(device="cpu", dtype="float32"), load_config(folder), 2)
     with pytest.raises(ValueError, match="intermediate_size=8: the MLPs of qwen3_moe models cannot be cut"):
         PrunedTarget(intermediate_size=8).check_narrower(model_of("qwen3_moe").config)
 

@@ -20,7 +20,8 @@ from paradraft.models.quantized_format import Format, NumberKind
 from paradraft.models.runtime import Runtime
 from paradraft.sources.gguf_config import shortest
 from paradraft.sources.gguf_model import row_order
-from paradraft.sources.loading import load_config, load_generation_config, settled
+from paradraft.sources.load_plan import plan_of
+from paradraft.sources.loading import load_config, load_generation_config
 from paradraft.sources.stored_weights import assembled
 from paradraft.sources.target_loading import load_target, weights_bytes
 from paradraft.text.generation_config import sampling_defaults
@@ -170,9 +171,11 @@ def test_a_dtype_is_refused_for_few_bits_and_taken_otherwise(tmp_path: Path) -> 
     write_gguf(Path(all_bits), tiny_model("qwen3"), "BF16")
     with pytest.raises(ValueError, match=r"dtype='bfloat16': the weights of .* are stored in few bits"):
         load_target(few, Runtime(dtype="bfloat16"))
-    assert settled(Runtime(), few).device == "cpu"
+    assert plan_of(few, Runtime()).runtime.device == "cpu"
     assert load_target(all_bits, Runtime(dtype="float64", compiled=False)).lm.model.dtype == torch.float64
-    assert weights_bytes(few, Runtime(dtype="stored")) < weights_bytes(all_bits, Runtime(dtype="bfloat16"))
+    assert weights_bytes(plan_of(few, Runtime(dtype="stored"))) < weights_bytes(
+        plan_of(all_bits, Runtime(dtype="bfloat16"))
+    )
 
 
 @pytest.mark.parametrize(

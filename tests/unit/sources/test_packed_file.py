@@ -28,6 +28,7 @@ from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.sources import loading, packed_file, target_loading
+from paradraft.sources.load_plan import plan_of
 from paradraft.sources.packed_file import SETTING
 from paradraft.sources.rounding_reader import files_of
 from paradraft.sources.target_loading import load_target, weights_bytes
@@ -494,14 +495,14 @@ def test_memory_is_counted_with_few_bits(
     runtime = Runtime(device="cpu", dtype=dtype)
     whole = sum(weight.numel() for weight in loading.load_skeleton(str(tmp_path)).parameters())
     itemsize = runtime.computed_in.itemsize
-    asked = weights_bytes(str(tmp_path), runtime)
+    asked = weights_bytes(plan_of(str(tmp_path), runtime))
     lm_of(tmp_path, dtype)
     (file,) = files(cache)
     largest = 256 * 1024 * (itemsize + 1)
     assert file.stat().st_size == pytest.approx(asked - largest, rel=0.05)
     assert asked - largest < 0.75 * whole * itemsize
     monkeypatch.setattr(target_loading, "files_of", lambda *_: None)  # the control
-    assert weights_bytes(str(tmp_path), runtime) == whole * itemsize
+    assert weights_bytes(plan_of(str(tmp_path), runtime)) == whole * itemsize
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from paradraft.digests import weights_digest
 from paradraft.models.quantized import QuantizedTensor
 from paradraft.models.runtime import STORED, Runtime
-from paradraft.sources.loading import settled
+from paradraft.sources.load_plan import plan_of
 from paradraft.sources.packed_folder import Packing, blocks_of
 from paradraft.sources.stored_weights import quantized
 from paradraft.sources.target_loading import load_target, weights_bytes
@@ -207,17 +207,17 @@ def test_memory_of_embeddings_is_counted_too(tmp_path: Path) -> None:
     """Guards vocabularies of a fifth of all weights: each number of theirs was counted as a byte and a fourth."""
     model = tiny_model("qwen3", tied=False, vocab_size=4000)
     write_packed(tmp_path, model, "gptq")
-    runtime = settled(Runtime(), str(tmp_path))
+    plan = plan_of(str(tmp_path), Runtime())
     found = load_target(str(tmp_path), Runtime(compiled=False)).lm.model
     whole = sum(weight.nbytes for weight in found.parameters() if not isinstance(weight, QuantizedTensor))
     packed = sum(weight.numel() for weight in found.parameters() if isinstance(weight, QuantizedTensor))
-    assert weights_bytes(str(tmp_path), runtime) == whole + 1.25 * packed
+    assert weights_bytes(plan) == whole + 1.25 * packed
 
 
 def test_how_packed_models_run(tmp_path: Path) -> None:
     """Guards the dtype, which is nobody's to choose, and drafters of the model before, which fit this one."""
     write_packed(tmp_path, tiny_model("qwen3"), "gptq")
-    assert settled(Runtime(), str(tmp_path)).dtype == STORED
+    assert plan_of(str(tmp_path), Runtime()).runtime.dtype == STORED
     with pytest.raises(ValueError, match=r"dtype='int8': the weights of .* are stored in few bits"):
         load_target(str(tmp_path), Runtime(dtype="int8"))
     assert weights_digest(str(tmp_path)) is None

@@ -113,11 +113,11 @@ def audit(context: typer.Context, *, args: AuditArgs) -> None:
         from paradraft.cli.commands.audit_served import audit_served
         from paradraft.data.prompt_source import counted
         from paradraft.environment import describe_machine
-        from paradraft.sources.loading import settled
+        from paradraft.sources.load_plan import plan_of
 
     output = JsonOutput(args.json_file)
     check_outputs(output.file)
-    args = replace(args, runtime=settled(args.runtime, args.target))
+    args = replace(args, runtime=plan_of(args.target, args.runtime).runtime)
     if args.endpoint is None and args.engine is None:
         refuse(context, ONLY_SERVED, "is for the audit of a server: name one by --endpoint or --engine")
         if not given(context, ("drafter",)):
@@ -143,7 +143,7 @@ def _here(context: typer.Context, args: AuditArgs) -> tuple[list[str], dict[str,
     """Audits this engine; returns the report as lines and as JSON, and the settings."""
     from paradraft.audit.audit import audit, check_may_be_lossless, findings
     from paradraft.bench.setup import held_out_prompts
-    from paradraft.engine.loader import load_engine
+    from paradraft.engine.loader import load_as_planned, plan_engine
 
     speculation, placement, batch_size = args.speculation, args.placement, args.batch_size
     if not args.seeds:
@@ -153,9 +153,9 @@ def _here(context: typer.Context, args: AuditArgs) -> tuple[list[str], dict[str,
     if args.shape_invariant and batch_size not in (None, 1):
         raise ValueError(f"--shape-invariant --batch-size {batch_size}: a batch has another shape, leave its size out")
     batch_size = batch_size or (1 if args.shape_invariant else 4)
-    pad_to = 1 + speculation.nodes if args.shape_invariant else 1
-    runtime = replace(args.runtime, width=speculation.pass_width, pad_to=pad_to)
-    engine = load_engine(args.target, speculation, runtime=runtime, placement=placement)
+    runtime = replace(args.runtime, pad_to=1 + speculation.nodes if args.shape_invariant else 1)
+    plan = plan_engine(args.target, speculation, runtime, placement)
+    engine = load_as_planned(plan, speculation)
     warn_ignored(context, without_chance(args.sampling.is_greedy), *of_drafting(speculation, placement))
     with console(stderr=True).status("preparing") as status:
         report = audit(
@@ -163,7 +163,7 @@ def _here(context: typer.Context, args: AuditArgs) -> tuple[list[str], dict[str,
             batch_size=batch_size, report=status.update,
         )  # fmt: skip
     settings = {
-        **asdict(speculation), "num_prompts": len(texts), "batch_size": batch_size, "runtime": asdict(runtime),
+        **asdict(speculation), "num_prompts": len(texts), "batch_size": batch_size, "runtime": asdict(plan.runtime),
         "placement": asdict(placement),
     }  # fmt: skip
     return findings(report, engine.target.tokenizer), report.as_json(), settings

@@ -195,9 +195,9 @@ def _draft_model(args: AuditArgs, draft: str, vocabulary: Vocabulary, is_k_given
     """Loads the server's draft model; raises ValueError for a head that reads the target's hidden states."""
     from paradraft.audit.server.draft_causes import special_ids
     from paradraft.audit.server.draft_passes import DraftModel
-    from paradraft.drafters.parts.draft_loading import draft_runtime
     from paradraft.formats.head import is_head
     from paradraft.formats.pard import RANK, TRAINED_LENGTH, mask_token_id
+    from paradraft.sources.load_plan import Checkpoint, draft_plan
     from paradraft.sources.loading import load_model
     from paradraft.text.vocabulary import of_one_family, used_rows
 
@@ -213,8 +213,9 @@ def _draft_model(args: AuditArgs, draft: str, vocabulary: Vocabulary, is_k_given
     if not of_one_family(tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()):
         raise ValueError(f"{draft!r} has another vocabulary than the target: no engine drafts with it")
     mask_id = None if declared_mask_id(config) is None else mask_token_id(config, draft)
+    runtime = draft_plan(Checkpoint.at(folder), args.runtime).runtime
     return DraftModel(
-        model=load_model(folder, draft_runtime(folder, args.runtime)), k=args.speculation.k, mask_id=mask_id,
+        model=load_model(folder, runtime, config), k=args.speculation.k, mask_id=mask_id,
         known_ids=used_rows(tokenizer), special=special_ids(tokenizer, vocabulary.end_ids),
         training_rows=getattr(config, TRAINED_LENGTH, None), is_k_known=is_k_given or args.engine is not None,
     )  # fmt: skip

@@ -163,16 +163,15 @@ def _benchmark(args: BenchArgs) -> Benchmark:
     """The benchmark of all methods."""
     from paradraft.bench.spec import Benchmark, Method
     from paradraft.bench.synthetic import SyntheticAcceptance
-    from paradraft.sources.loading import settled
+    from paradraft.sources.load_plan import plan_of
 
-    runtime, rates = settled(args.runtime, args.target), args.synthetic_acceptance
+    runtime, rates = plan_of(args.target, args.runtime).runtime, args.synthetic_acceptance
     methods = [Method.parse(spec, args.speculation, dtype=runtime.dtype) for spec in args.specs]
     use_threads(args.threads)
     return Benchmark(
         target=args.target, methods=methods, sampling=args.sampling, runs=args.runs, profiled=args.profile,
         acceptance=None if rates is None else SyntheticAcceptance.parse(rates),
-        runtime=replace(runtime, width=max(method.speculation.pass_width for method in methods)),
-        vllm_python=args.vllm_python, llama_cpp_python=args.llama_cpp_python,
+        runtime=runtime, vllm_python=args.vllm_python, llama_cpp_python=args.llama_cpp_python,
     )  # fmt: skip
 
 

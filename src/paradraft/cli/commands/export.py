@@ -49,13 +49,13 @@ def export(
     with importing():
         from paradraft.bench.setup import held_out_prompts
         from paradraft.export.handoff import hand_off
-        from paradraft.sources.loading import settled
+        from paradraft.sources.load_plan import plan_of
 
     texts = held_out_prompts(num_prompts, prompts, target, runtime.tokenizer, usual=options.FEW) if measure else []
     with news(console(stderr=True), f"writing {out}"), sigterm_raises():
         done = hand_off(
             draft, target, engine, out, k=k, prompts=texts, max_new_tokens=max_new_tokens,
-            runtime=settled(runtime, target),
+            runtime=plan_of(target, runtime).runtime,
         )  # fmt: skip
     print(f"written to {out}")
     for note in done.notes:

@@ -128,7 +128,7 @@ def plan(context: typer.Context, *, args: PlanArgs) -> None:
         from paradraft.bench.setup import held_out_prompts
         from paradraft.drafters.ppd import PpdDrafter
         from paradraft.plan.acceptance import PARTS, arguments_of
-        from paradraft.sources.loading import settled
+        from paradraft.sources.load_plan import plan_of
 
     measured = None if args.acceptance is None else (read_result_file(args.acceptance, PARTS), args.acceptance.name)
     if measured is not None:
@@ -136,7 +136,7 @@ def plan(context: typer.Context, *, args: PlanArgs) -> None:
         args = replace(args, sampling=of.sampling, max_new_tokens=of.max_new_tokens, num_prompts=of.num_prompts)
     use_threads(args.threads)
     prompts = held_out_prompts(args.num_prompts, args.prompts, args.target, args.runtime.tokenizer)
-    args = replace(args, runtime=settled(args.runtime, args.target))
+    args = replace(args, runtime=plan_of(args.target, args.runtime).runtime)
     output = JsonOutput(args.json_file)
     check_outputs(output.file, args.plot_file)
     check_png(args.plot_file)
@@ -160,7 +160,7 @@ def _plan_lengths(
     from paradraft.plan.plan import DRAFT, run_plan
     from paradraft.plan.report import plot, table
     from paradraft.plan.steadiness import unsteady_plan
-    from paradraft.plan.task import PlanTask, doubts, known_of, ways_of
+    from paradraft.plan.task import PlanTask, doubts, known_of
 
     speculation, is_measured = args.speculation, measured is not None
     task = PlanTask(
@@ -171,7 +171,6 @@ def _plan_lengths(
     known = None if measured is None else known_of(task, *measured, args.runtime.dtype)
     for doubt in () if measured is None or known is None else doubts(task, known, *measured):
         print(f"warning: {doubt}", file=sys.stderr)
-    width = max(task.speculate(way).pass_width for way in known or ways_of(task))
     warn_ignored(
         context,
         (is_measured, "with --acceptance, whose answers it is about", FROM_REPORT),
@@ -180,7 +179,7 @@ def _plan_lengths(
     )
     with news(console(stderr=True), "preparing") as report:
         result = run_plan(
-            task, replace(args.runtime, width=width), known=known, source=None if measured is None else measured[1],
+            task, args.runtime, known=known, source=None if measured is None else measured[1],
             check_runs=args.check_runs, report=report,
         )  # fmt: skip
     title = args.title(len(prompts), task.source)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -133,8 +133,7 @@ class RegenerateArgs:
             from paradraft.data.local import InProcess
             from paradraft.engine.loader import load_engine
 
-            runtime = replace(self.runtime, width=self.speculation.pass_width)
-            engine = load_engine(self.target, self.speculation, runtime=runtime)
+            engine = load_engine(self.target, self.speculation, runtime=self.runtime)
             return InProcess(
                 engine=engine, target=self.target, sampling=sampling, max_new_tokens=limit,
                 batch_size=self.batch_size, chat_template_kwargs=variables,

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from transformers import PretrainedConfig
 
 from paradraft.formats.gguf import is_gguf, read_gguf
 from paradraft.models.architectures import context_of
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.names import is_shape
-from paradraft.models.runtime import STORED, Runtime
+from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target, TargetFacts
 from paradraft.sources.gguf_tokenizer import check_same_tokens
-from paradraft.sources.loading import config_of, is_in_few_bits, load_tokenizer
+from paradraft.sources.load_plan import Checkpoint, draft_plan
+from paradraft.sources.loading import load_tokenizer
 from paradraft.sources.target_loading import load_lm
 
 _PROBE = "def f(x):\n    return 'Grüße, 世界' + str(x ** 2)  # 1234\n"
 
 
-def load_draft_lm(folder: str, target: Target | TargetFacts, runtime: Runtime) -> CausalLM:
-    """Loads a draft model; raises ValueError if its tokens or its capacity do not fit the target's."""
-    needed = target.vocab_size
-    check_draft_config(folder, config_of(folder), vocab_size=needed, capacity=target.capacity)
+def load_draft_lm(folder: str, target: Target | TargetFacts, runtime: Runtime, *, width: int = 0) -> CausalLM:
+    """Loads a draft model; its passes are at least `width` tokens wide.
+
+    Raises:
+        ValueError: its tokens or its capacity do not fit the target's, or it cannot run like this.
+    """
+    draft = Checkpoint.at(folder)
+    check_draft_config(folder, draft.config, vocab_size=target.vocab_size, capacity=target.capacity)
     _check_draft_tokens(folder, target)
-    return load_lm(folder, draft_runtime(folder, runtime), needed, target.capacity)
-
-
-def draft_runtime(folder: str, runtime: Runtime) -> Runtime:
-    """The draft model's runtime: the target's, with the draft model's dtype."""
-    if runtime.draft_dtype is None and is_in_few_bits(folder):
-        return replace(runtime, dtype=STORED)
-    return runtime.of_draft
+    return load_lm(draft_plan(draft, runtime, width=width, capacity=target.capacity), target.vocab_size)
 
 
 def _check_draft_tokens(folder: str, target: Target | TargetFacts) -> None:

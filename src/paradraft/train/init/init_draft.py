@@ -19,13 +19,13 @@ from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, declared_mask_id, forget
 from paradraft.models.architectures import context_of, spec_of
 from paradraft.models.devices import TORCH_DTYPES
 from paradraft.models.runtime import Runtime
+from paradraft.sources.load_plan import plan_of
 from paradraft.sources.loading import (
     load_config,
     load_generation_config,
     load_model,
     load_tokenizer,
     locate,
-    settled,
 )
 from paradraft.text.vocabulary import free_id, of_one_family, resize, role_ids, unsaid_id, used_rows, without_role
 from paradraft.train.init.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit
@@ -216,7 +216,7 @@ def _mask_token(
 def _output_rows(model: PreTrainedModel, target: str, origin: InitFrom) -> Tensor:
     """`[V, D]` a trained output head, of the target or a sibling, which shows the tokens that are never output."""
     if isinstance(origin, RandomInit):
-        model = load_model(target, settled(Runtime(device="cpu"), target))
+        model = load_model(target, plan_of(target, Runtime(device="cpu")).runtime)
     return model.get_output_embeddings().weight
 
 

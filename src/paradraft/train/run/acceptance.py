@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from paradraft.core import Drafter, Request
@@ -10,9 +10,11 @@ from paradraft.decode.batch import run
 from paradraft.decode.generation import Generation
 from paradraft.drafters import load_drafter
 from paradraft.engine.engine import Engine
+from paradraft.engine.loader import resolve
 from paradraft.engine.speculation import Speculation
 from paradraft.models.runtime import Runtime
-from paradraft.sources.target_loading import load_target
+from paradraft.sources.load_plan import Checkpoint
+from paradraft.sources.target_loading import load_planned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +44,9 @@ class DrafterLoader:
     """
 
     def __init__(self, target: str, *, drafter: str, k: int, runtime: Runtime) -> None:
-        width = max(Speculation(drafter=drafter, k=k).pass_width, runtime.width)
-        self.runtime = replace(runtime, width=width)
-        self.target = load_target(target, self.runtime)
+        plan = resolve(Checkpoint.find(target), [Speculation(drafter=drafter, k=k)], runtime)
+        self.runtime = plan.runtime
+        self.target = load_planned(plan)
         self.k = k
         self._drafter = drafter
 

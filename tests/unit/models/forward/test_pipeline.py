@@ -12,14 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from paradraft.engine.loader import load
+from paradraft.engine.loader import load, resolve
+from paradraft.engine.speculation import Speculation
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM, NotFiniteError
 from paradraft.models.forward.pipeline import FEW_ROWS, split
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement, Stage, stages_of
 from paradraft.sampling_params import Sampling
-from paradraft.sources.target_loading import load_target
+from paradraft.sources.load_plan import Checkpoint
+from paradraft.sources.target_loading import load_planned
 from tests.conftest import VOCAB, tiny_model
 from tests.support.drafts import draft_of
 
@@ -160,7 +162,12 @@ def test_every_kind_of_drafter_drafts_for_stages(family: Path, name: str) -> Non
 def test_eight_bits_in_stages() -> None:
     """Guards weights that are rounded after they are shared out."""
     pytest.importorskip("torchao")
-    lms = [load_target("pocket", Runtime(dtype="int8"), stages).lm for stages in ((), (Stage(), Stage()))]
+    pocket, runtime = Checkpoint.find("pocket"), Runtime(dtype="int8")
+    plans = [
+        resolve(pocket, [Speculation()], runtime, Placement(target_stages=stages))
+        for stages in (None, (Stage(), Stage()))
+    ]
+    lms = [load_planned(plan).lm for plan in plans]
     for lm in lms:
         lm.start()
         lm.cache.join(1)
