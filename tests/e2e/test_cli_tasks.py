@@ -120,7 +120,7 @@ def test_recipes_of_tables_are_commands(
     assert all(len(paper) == len(table["tasks"]) for row in table["rows"] for paper in row["paper"].values())
     assert all(f"draft={row['pard']}" in line for row, line in zip(table["rows"], lines, strict=True))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paradraft.sources.loading.locate", lambda target, _: refuse(target))
+    monkeypatch.setattr("paradraft.sources.load_plan.locate", lambda target, _: refuse(target))
     paper_tables.main([str(file), "--out", ".", "--dry-run", "--models", "pocket"])
     command = capsys.readouterr().out.split()
     assert "--task" in command and "draft=" not in " ".join(command)

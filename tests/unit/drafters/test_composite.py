@@ -251,8 +251,8 @@ def test_a_union_is_written_with_plus() -> None:
     ("settings", "message"),
     [
         ({"drafter": "ngram+gone"}, "unknown drafter 'gone': use one of"),
-        ({"drafter": "ngram+ngram:max_ngram=4"}, "drafter 'ngram+ngram': name each drafter once"),
-        ({"drafter": "ngram+ppd"}, "drafter 'ppd' decides the size of its drafts itself, so it cannot be joined by +"),
+        ({"drafter": "ngram+ngram:max_ngram=4"}, "drafter 'ngram.ngram': name each drafter once"),
+        ({"drafter": "ngram+ppd"}, "drafter 'ppd' decides the size of its drafts itself, so it cannot be joined by"),
         ({"drafter": "lookahead+pard"}, "drafter 'lookahead' decides the size of its drafts itself, so it cannot be"),
         ({"drafter": "ngram:max_ngram=0+pard"}, "max_ngram=0: use at least 1"),
         (

@@ -102,6 +102,24 @@ def test_all_layers_draft_the_targets_text(family: Path, runtime: Runtime) -> No
     check_all_is_accepted(family, runtime)
 
 
+def check_drafts(family: Path, runtime: Runtime) -> None:
+    """Compares drafts after some rounds with those of a new batch of the same texts."""
+    engine, anew = (loaded(family, "exit:layer=1", runtime) for _ in range(2))
+    generations = list(map(Generation, requests(PROMPTS, SAMPLINGS, 40)))
+    (batch := engine.new_batch()).join(generations)
+    for _ in range(6):
+        batch.step()
+    anew.new_batch().join([Generation(generation.so_far) for generation in generations])
+    drafts = [each.drafter.propose([4, 2, 3]).tokens for each in (engine, anew)]
+    assert torch.equal(*drafts)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_rejected_tokens_leave_no_trace(family: Path, runtime: Runtime) -> None:
+    """Guards the view's lengths after a rejection."""
+    check_drafts(family, runtime)
+
+
 def with_rejected_tokens(view: RowsView) -> None:
     """Rows stay as long as the view has read, if they are longer than the target's."""
     before = view.lengths
@@ -122,7 +140,7 @@ follow = RowsView.follow
 @pytest.mark.parametrize(
     ("wrong", "check"),
     [
-        (with_rejected_tokens, check_all_is_accepted),
+        (with_rejected_tokens, check_drafts),
         (over_the_last_token, check_all_is_accepted),
         (over_the_last_token, lambda family, runtime: check_cache(family, runtime, None)),
     ],
@@ -133,7 +151,7 @@ def test_wrong_lengths_are_seen(
     check: Callable[[Path, Runtime], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Control of the two checks above."""
+    """Control of the checks above."""
     monkeypatch.setattr(RowsView, "follow", wrong)
     with pytest.raises(AssertionError):
         check(family, EAGER)

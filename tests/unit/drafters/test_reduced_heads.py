@@ -107,7 +107,7 @@ def test_the_noise_is_that_of_the_targets_id(family: Path, reduced: Path, sampli
     started(half, [text], [sampling])
     drafted = half.propose([4]).tokens[0].tolist()
     whole.lm.start()
-    whole.lm.join(1)
+    whole.lm.cache.join(1)
     masks = [whole.mask_id] * 3
     logits_NV = whole.lm.forward(torch.tensor([text + masks])).logits[0, 2:]
     assert drafted == naive_drafts(logits_NV, sampling, len(text))
@@ -124,7 +124,7 @@ def test_q_is_that_of_the_kept_ids(family: Path, reduced: Path) -> None:
     started(half, [[5, 3, 8]], [sampling], rule="rejection")
     draft = half.propose([1])
     whole.lm.start()
-    whole.lm.join(1)
+    whole.lm.cache.join(1)
     kept_U = whole.lm.forward(torch.tensor([[5, 3, 8]])).logits[0, 2, HALF[: VOCAB // 2]]
     expected_V = torch.zeros(VOCAB, dtype=torch.float64)
     expected_V[HALF[: VOCAB // 2]] = (kept_U / 0.8).softmax(0)

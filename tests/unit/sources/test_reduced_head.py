@@ -11,6 +11,7 @@ import torch
 
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
+from paradraft.sources.load_plan import plan_of
 from paradraft.sources.packed_file import SETTING
 from paradraft.sources.target_loading import load_lm, load_target, weights_bytes
 from tests.conftest import VOCAB, tiny_tokenizer
@@ -47,7 +48,7 @@ def test_the_rows_are_those_of_the_whole_head(tmp_path: Path, name: str) -> None
     reduced = reduced_folder(Path(whole), tmp_path / "reduced", IDS)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        expected, found = (load_lm(folder, RUNTIMES[name], VOCAB, None) for folder in (whole, reduced))
+        expected, found = (load_lm(plan_of(folder, RUNTIMES[name]), VOCAB) for folder in (whole, reduced))
     assert found.is_native == expected.is_native == name.startswith("C++")
     assert len(found.model.lm_head.weight) == len(IDS)
     is_kept_V = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, torch.tensor(IDS[:-1]), True)
@@ -55,7 +56,7 @@ def test_the_rows_are_those_of_the_whole_head(tmp_path: Path, name: str) -> None
     wanted, logits = logits.masked_fill(~is_kept_V, -torch.inf), logits_of(found)
     assert torch.equal(logits, wanted) if found.is_native else torch.allclose(logits, wanted, rtol=1e-5, atol=1e-6)
     assert bool((logits > -torch.inf)[..., is_kept_V].all())
-    assert weights_bytes(reduced, RUNTIMES[name]) < weights_bytes(whole, RUNTIMES[name])
+    assert weights_bytes(plan_of(reduced, RUNTIMES[name])) < weights_bytes(plan_of(whole, RUNTIMES[name]))
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text with a softcap", "granite", "phi3", "qwen3_moe"])
@@ -65,7 +66,7 @@ def test_other_families_have_them_too(tmp_path: Path, kind: str) -> None:
     model_of(kind, tie_word_embeddings=False).save_pretrained(whole)
     tiny_tokenizer().save_pretrained(whole)
     reduced = reduced_folder(whole, tmp_path / "reduced", IDS, has_t2d=False)
-    expected, found = (load_lm(str(folder), RUNTIMES["eager"], VOCAB, None) for folder in (whole, reduced))
+    expected, found = (load_lm(plan_of(str(folder), RUNTIMES["eager"]), VOCAB) for folder in (whole, reduced))
     is_kept_V = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, torch.tensor(IDS[:-1]), True)
     wanted = logits_of(expected).masked_fill(~is_kept_V, -torch.inf)
     assert torch.allclose(logits_of(found), wanted, rtol=1e-9, atol=1e-9)
