@@ -42,11 +42,11 @@ def union_of_trees(
         parents_BN = parents_of_chains(*tokens_BN.shape, device)  # passes of chains are faster
     else:
         parents_BN = ragged.from_lists([tree[1] for tree in trees], device)
-    if all(values is None for values in confidence):
+    if not tokens_BN.shape[1] or all(values is None for values in confidence):
         return tokens_BN, parents_BN, None
     surest_BN = torch.zeros(tokens_BN.shape, device=device)
     for index, values_Bn in enumerate(confidence):
-        nodes_Bn = ragged.upload([tree[2][index] for tree in trees], device).view(len(trees), -1)
+        nodes_Bn = ragged.upload([tree[2][index] for tree in trees], device).view(len(trees), len(tokens[index][0]))
         values_Bn = torch.ones(nodes_Bn.shape, device=device) if values_Bn is None else values_Bn.float()
         values_Bn = values_Bn.masked_fill(nodes_Bn == ABSENT, 0.0)
         surest_BN = surest_BN.scatter_reduce(1, nodes_Bn.clamp(min=0), values_Bn, "amax")

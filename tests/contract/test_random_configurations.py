@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paradraft.audit.audit import accept_all
+from paradraft.audit.uniformity import accept_all
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.decode.lengths.draft_length import POLICIES
 from paradraft.drafters import branches

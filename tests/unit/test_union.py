@@ -74,6 +74,13 @@ def test_a_union_of_equal_chains_is_a_chain() -> None:
     assert Draft.union(second, Draft.empty(2, torch.device("cpu"))).tokens.tolist() == second.tokens.tolist()
 
 
+def test_drafts_without_a_token_are_an_empty_union() -> None:
+    """Guards rounds in which settings forbid all tokens: the union then failed at an index, and not with the reason."""
+    absent = torch.full((2, 3), ABSENT)
+    union = Draft.union(Draft.chain(absent, confidence=torch.zeros(2, 3)), Draft.chain(absent))
+    assert union.tokens.shape == (2, 0) and union.confidence is None
+
+
 def test_the_surest_part_decides_what_is_cut() -> None:
     """Guards the length policy `confidence`: a token that another part is sure of stays, and so do those of parts that
     do not say how sure they are."""

@@ -19,19 +19,16 @@ from paradraft.audit.divergence import Comparison, Divergence, compare, rounding
 from paradraft.audit.own_pass import OwnPass, own_pass
 from paradraft.audit.recording import Case, NotNumbersError, Recording, RecordingTarget, record
 from paradraft.audit.reference import MEASURED, own_logits
-from paradraft.audit.uniformity import Uniformity, pit_of_answer, uniformity
+from paradraft.audit.uniformity import Uniformity, accept_all, pit_of_answer, uniformity
 from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
-from paradraft.core import Draft, Request, TargetOut, Verdict
+from paradraft.core import Request
 from paradraft.decode.batch import Batch
 from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.decode.stats import Stats, added
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine.engine import Engine
 from paradraft.engine.request import requests_of
-from paradraft.ragged import upload
-from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
-from paradraft.tree import ABSENT
 from paradraft.verify import rule_class
 from paradraft.wording import number_of
 
@@ -72,24 +69,6 @@ def findings(report: Report, tokenizer: PreTrainedTokenizerBase) -> list[str]:
             + ("a near-tie" if split.is_tie else "NOT explained by rounding")
         )
     return lines
-
-
-def accept_all(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
-    """Accepts the first path of every draft, without a look at the target: a wrong rule, as a control."""
-    paths = [first_path(*row) for row in zip(*draft.lists, strict=True)]
-    last_B = upload([path[-1] + 1 if path else 0 for path in paths], out.logits.device)
-    last_BV = out.logits[torch.arange(len(last_B), device=last_B.device), last_B]
-    probs_BV = sampler.probabilities(last_BV[:, None])[:, 0]
-    return Verdict.of(draft, paths, sampler.draw_next(probs_BV).tolist())
-
-
-def first_path(tokens: list[int], parents: list[int]) -> list[int]:
-    """The path from the root on which each node is the first child."""
-    path: list[int] = []
-    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        if token != ABSENT and parent == (path[-1] if path else -1):
-            path.append(node)
-    return path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paradraft.core import Request
+from paradraft.core import Draft, Request, TargetOut, Verdict
+from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
 
@@ -107,3 +108,21 @@ def pit_values(p_NC: Tensor, columns_N: Tensor, generator: torch.Generator) -> T
     chance = torch.rand(len(columns_N), 1, generator=generator, dtype=torch.float64)
     values = likelier + tied + chance.to(p_NC.device) * p_N1
     return values.masked_fill(p_N1 == 0, 2.0)[:, 0]
+
+
+def accept_all(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
+    """Accepts the first path of every draft, without a look at the target: a wrong rule, as a control."""
+    paths = [first_path(*row) for row in zip(*draft.lists, strict=True)]
+    last_B = upload([path[-1] + 1 if path else 0 for path in paths], out.logits.device)
+    last_BV = out.logits[torch.arange(len(last_B), device=last_B.device), last_B]
+    probs_BV = sampler.probabilities(last_BV[:, None])[:, 0]
+    return Verdict.of(draft, paths, sampler.draw_next(probs_BV).tolist())
+
+
+def first_path(tokens: list[int], parents: list[int]) -> list[int]:
+    """The path from the root on which each node is the first child."""
+    path: list[int] = []
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if token != ABSENT and parent == (path[-1] if path else -1):
+            path.append(node)
+    return path

@@ -26,7 +26,7 @@ from paradraft.engine.loader import check_memory, resolve
 from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import kernel_names
-from paradraft.sources.load_plan import Checkpoint, settled
+from paradraft.sources.load_plan import Checkpoint, LoadPlan, settled, shared
 from paradraft.verify import Verify, load_rule
 
 
@@ -49,15 +49,11 @@ def run_benchmark(
     benchmark = replace(benchmark, runtime=settled(target, benchmark.runtime))
     for work in works:
         check(benchmark, work.count)
-    # Methods share width and capacity, and for the rest each has a plan.
-    speculations = [method.speculation for method in benchmark.methods]
-    benchmark = replace(benchmark, runtime=resolve(target, speculations, benchmark.runtime).runtime)
-    plans = {}
-    for method in benchmark.methods:
-        plans[method] = resolve(
-            target, [method.speculation], benchmark.runtime, method.placement, dtype=method.loaded_dtype
-        )
-        check_memory(plans[method])
+    plans = _plans_of(benchmark, target)
+    benchmark = replace(benchmark, runtime=shared(benchmark.runtime, list(plans.values())))
+    plans = _plans_of(benchmark, target)
+    for plan in plans.values():
+        check_memory(plan)
     prepared = prepare(benchmark, plans, report)
     prompts = [work.prompts(prepared.answers(benchmark.methods[0], benchmark.sampling, report)) for work in works]
     for work, texts in zip(works, prompts, strict=True):
@@ -80,6 +76,13 @@ def run_benchmark(
         _result(benchmark, prepared, work, texts, measurements, speeds, report) | {"machine": machine}
         for work, texts, measurements in zip(works, prompts, measured, strict=True)
     ]
+
+
+def _plans_of(benchmark: Benchmark, target: Checkpoint) -> dict[Method, LoadPlan]:
+    return {
+        method: resolve(target, [method.speculation], benchmark.runtime, method.placement, dtype=method.loaded_dtype)
+        for method in benchmark.methods
+    }
 
 
 def _result(

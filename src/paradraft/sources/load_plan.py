@@ -5,6 +5,7 @@ Only this module writes `width`, `capacity`, `device` and `dtype` of a `Runtime`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -148,6 +149,13 @@ def draft_plan(
     return LoadPlan(
         checkpoint=draft, runtime=settled(draft, runtime, device=device, dtype=dtype, width=width, capacity=capacity)
     )
+
+
+def shared(runtime: Runtime, plans: Sequence[LoadPlan]) -> Runtime:
+    """A runtime with the largest width of the plans and their smallest capacity."""
+    capacities = [plan.runtime.capacity for plan in plans if plan.runtime.capacity is not None]
+    width = max(plan.runtime.width for plan in plans)
+    return replace(runtime, width=width, capacity=min(capacities, default=None))
 
 
 def runtime_of(model: PreTrainedModel, *, width: int) -> Runtime:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from paradraft.audit import audit as module
-from paradraft.audit.audit import Report, accept_all, audit, findings
-from paradraft.audit.uniformity import uniformity
+from paradraft.audit.audit import Report, audit, findings
+from paradraft.audit.uniformity import accept_all, uniformity
 from paradraft.audit.verdict import FAIL, INCONCLUSIVE, PASS, TIES
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.decode.lengths.draft_length import Fixed

@@ -151,13 +151,13 @@ def paths_in(draft: Draft) -> list[list[tuple[int, ...]]]:
     return rows
 
 
-def drawn_after(draft: Draft, read: Draft) -> torch.Tensor:
+def drawn_after(draft: Draft, read: Draft) -> list[list[int]]:
     """What the target draws after the root and after each node of a draft, if it has read the nodes of another."""
     known = [{path for path in paths if path[-1] != ABSENT} for paths in paths_in(read)]
-    return torch.tensor([
+    return [
         [target_of(()), *(target_of(path) if path in those else ABSENT for path in paths)]
         for paths, those in zip(paths_in(draft), known, strict=True)
-    ])  # fmt: skip
+    ]
 
 
 def test_a_part_learns_from_what_was_drawn_after_its_own_nodes() -> None:

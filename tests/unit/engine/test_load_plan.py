@@ -174,3 +174,14 @@ def test_a_target_is_located_and_its_config_read_once(
     load_engine(target, speculation(draft, "pard"), runtime=Runtime(device="cpu", dtype=dtype))
     assert asked.count(("located", target)) == asked.count(("read", target)) == 1
     assert ("read", draft) in asked
+
+
+def test_what_plans_share_is_the_widest_pass_and_the_least_capacity(family: Path) -> None:
+    """Guards comparisons of methods: with passes of one width, and room for the same texts."""
+    checkpoint = Checkpoint.find(str(family / "target"))
+    plans = [
+        LoadPlan(checkpoint=checkpoint, runtime=Runtime(device="cpu", dtype="float32", width=width, capacity=capacity))
+        for width, capacity in ((64, None), (40, 50), (48, 60))
+    ]
+    assert load_plan.shared(RUNTIME, plans) == Runtime(device="cpu", dtype="float32", width=64, capacity=50)
+    assert load_plan.shared(RUNTIME, plans[:1]).capacity is None

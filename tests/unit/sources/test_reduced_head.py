@@ -78,10 +78,10 @@ def test_a_second_start_has_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
     cache = tmp_path / "cache"
     monkeypatch.setattr("paradraft.sources.packed_file.cache_folder", lambda: cache)
     reduced = reduced_folder(Path(write_model(tmp_path / "whole", layers=2)), tmp_path / "reduced", IDS)
-    first = logits_of(load_lm(reduced, RUNTIMES["C++ int8"], VOCAB, None))
+    first = logits_of(load_lm(plan_of(reduced, RUNTIMES["C++ int8"]), VOCAB))
     (file,) = cache.glob("weights-*.safetensors")
     before = file.stat().st_ino
-    assert torch.equal(logits_of(load_lm(reduced, RUNTIMES["C++ int8"], VOCAB, None)), first)
+    assert torch.equal(logits_of(load_lm(plan_of(reduced, RUNTIMES["C++ int8"]), VOCAB)), first)
     assert file.stat().st_ino == before
 
 
@@ -91,15 +91,15 @@ def test_what_is_wrong_is_said_in_a_line(tmp_path: Path) -> None:
     runtime = RUNTIMES["eager"]
     wrong = reduced_folder(whole, tmp_path / "wrong", IDS, d2t=torch.zeros(len(IDS) - 1, dtype=torch.long))
     with pytest.raises(ValueError, match=r"^draft '\S*wrong': d2t is .* for each of the 16 rows of the output head$"):
-        load_lm(wrong, runtime, VOCAB, None)
+        load_lm(plan_of(wrong, runtime), VOCAB)
     without = reduced_folder(whole, tmp_path / "without", IDS, has_t2d=False, d2t=None)
     with pytest.raises(ValueError, match=r"lm_head.weight has the shape \(16, 32\), not \(72, 32\)$"):
-        load_lm(without, runtime, VOCAB, None)
+        load_lm(plan_of(without, runtime), VOCAB)
     tied = Path(reduced_folder(whole, tmp_path / "tied", IDS))
     config = json.loads((tied / "config.json").read_text())
     (tied / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     with pytest.raises(ValueError, match=r"set tie_word_embeddings to false in its config\.json$"):
-        load_lm(str(tied), runtime, VOCAB, None)
+        load_lm(plan_of(str(tied), runtime), VOCAB)
 
 
 def test_a_whole_head_needs_no_map(family: Path) -> None:

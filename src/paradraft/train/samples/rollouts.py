@@ -85,7 +85,9 @@ class Rollouts(SampleSource):
 
     def __init__(self, config: Config, data: SourceData) -> None:
         if not data.is_taught:
-            raise ValueError("a drafter learns nothing from its own tokens without a teacher: set loss to a divergence")
+            raise ValueError(
+                "a drafter learns nothing from its own tokens without a teacher: name a teacher, or set loss to a divergence"
+            )
         if not round(config.share * (samples := config.every * data.per_step)):
             raise ValueError(
                 f"share={config.share}: of the {samples} samples between two renewals it is none, raise every"
