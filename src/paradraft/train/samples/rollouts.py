@@ -86,7 +86,8 @@ class Rollouts(SampleSource):
     def __init__(self, config: Config, data: SourceData) -> None:
         if not data.is_taught:
             raise ValueError(
-                "a drafter learns nothing from its own tokens without a teacher: name a teacher, or set loss to a divergence"
+                "a drafter learns nothing from its own tokens without a teacher: name one as teacher, or set loss to a "
+                "divergence from the target"
             )
         if not round(config.share * (samples := config.every * data.per_step)):
             raise ValueError(
