@@ -8,6 +8,7 @@ Shape letters: B rows of a batch, N nodes of a tree, M = N + 1 with the root aft
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -103,6 +104,16 @@ def with_root(parents_BN: Tensor) -> Tensor:
     if is_chain(parents_BN):
         return parents_of_chains(B, N + 1, parents_BN.device)
     return torch.nn.functional.pad(parents_BN + 1, (1, 0), value=ABSENT)
+
+
+def logit_rows(path: Sequence[int]) -> list[int]:
+    """Indices of the logits that predict the tokens of a path, and the token after it: 0 for the root's, n + 1 for
+    node n's.
+
+    >>> logit_rows([0, 2]), logit_rows([])
+    ([0, 1, 3], [0])
+    """
+    return [0, *(node + 1 for node in path)]
 
 
 def texts_before(tokens_BN: Tensor, parents_BN: Tensor) -> Tensor:

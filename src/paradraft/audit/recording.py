@@ -17,6 +17,7 @@ from paradraft.decode.generation import Generation
 from paradraft.models.cached_rows import SavedRow
 from paradraft.models.forward import NotFiniteError
 from paradraft.models.target import Target
+from paradraft.parents import logit_rows
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
 
@@ -94,7 +95,7 @@ class RecordingTarget(Target):
         wrong = []
         for row, path in enumerate(verdict.paths):
             prompt = self._prompt_of_row[row]
-            new = out.logits[row, [0, *(node + 1 for node in path)]].clone()
+            new = out.logits[row, logit_rows(path)].clone()
             wrong += [
                 (prompt, len(self.rows[prompt]) + index) for index in (~are_numbers(new)).nonzero()[:, 0].tolist()
             ]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paradraft.core import Draft, Request, TargetOut, Verdict
+from paradraft.parents import logit_rows
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
@@ -113,7 +114,7 @@ def pit_values(p_NC: Tensor, columns_N: Tensor, generator: torch.Generator) -> T
 def accept_all(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     """Accepts the first path of every draft, without a look at the target: a wrong rule, as a control."""
     paths = [first_path(*row) for row in zip(*draft.lists, strict=True)]
-    last_B = upload([path[-1] + 1 if path else 0 for path in paths], out.logits.device)
+    last_B = upload([logit_rows(path)[-1] for path in paths], out.logits.device)
     last_BV = out.logits[torch.arange(len(last_B), device=last_B.device), last_B]
     probs_BV = sampler.probabilities(last_BV[:, None])[:, 0]
     return Verdict.of(draft, paths, sampler.draw_next(probs_BV).tolist())

@@ -20,6 +20,7 @@ from paradraft.decode.prefix_cache import CachedRow, PrefixCache
 from paradraft.decode.sequential import decode_round
 from paradraft.decode.stats import Clock, RoundOutput
 from paradraft.models.target import Target
+from paradraft.parents import logit_rows
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import Tree
@@ -242,8 +243,8 @@ class Batch:
             if (most := generation.request.logprobs) is None or generation.is_finished:
                 continue
             tokens = [token for token in verdict.tokens[row] if token >= 0]
-            logit_rows = [0, *(node + 1 for node in verdict.paths[row])][: len(tokens)]
-            logprobs[generation.request.id] = logprobs_of(out.logits[row, logit_rows], tokens, most)
+            rows = logit_rows(verdict.paths[row])[: len(tokens)]
+            logprobs[generation.request.id] = logprobs_of(out.logits[row, rows], tokens, most)
         return logprobs
 
     def emit(

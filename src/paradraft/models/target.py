@@ -13,7 +13,7 @@ from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
 from paradraft.models.cached_rows import SavedRow
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.prompt_tokens import forward_with_probes
-from paradraft.parents import depths, parents_of_chains, with_root
+from paradraft.parents import depths, logit_rows, parents_of_chains, with_root
 from paradraft.ragged import from_lists, upload
 from paradraft.text.chat_template import end_of_turn
 from paradraft.text.generation_config import end_ids
@@ -219,7 +219,7 @@ class Target:
 
     def commit(self, verdict: Verdict, out: TargetOut) -> Committed:
         """Keeps the accepted path; the verdict's next token becomes the new root."""
-        rows = [[0, *(node + 1 for node in path)] for path in verdict.paths]  # node n was row n + 1 of the pass
+        rows = list(map(logit_rows, verdict.paths))
         self.lm.cache.accept_path(rows)
         self._root_B1 = upload([tokens[-1:] for tokens in verdict.tokens], self.device)
         hidden = {}

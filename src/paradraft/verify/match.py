@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from paradraft.core import Draft, Draws, TargetOut, Verdict
-from paradraft.parents import depths_after, texts_before
+from paradraft.parents import depths_after, logit_rows, texts_before
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
 
@@ -37,7 +37,7 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     drawn = sampler.draw(out.logits, depths_after(draft.parents), texts).tolist()
     guesses, parents = draft.lists
     paths = [accepted_path(*row) for row in zip(guesses, parents, drawn, strict=True)]
-    last = [own[path[-1] + 1 if path else 0] for own, path in zip(drawn, paths, strict=True)]
+    last = [own[logit_rows(path)[-1]] for own, path in zip(drawn, paths, strict=True)]
     if any(ABSENT in row for row in guesses):
         pairs = zip(drawn, guesses, strict=True)
         drawn = [
