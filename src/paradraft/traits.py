@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from paradraft.tree import Tree
+
 INSTEAD = "serve it with paradraft, or train a PARD drafter"
 
 
@@ -35,6 +37,10 @@ class Traits:
     can_run_ahead: bool = False
     drafts_one_by_one: bool = False
     parts: int = 1
+
+    def shape(self, tree: Tree | None, k: int) -> Tree | None:
+        """The shape of its drafts of depth K: a requested tree, or the tree of its parts' chains; None for a chain."""
+        return Tree(budget=self.parts * k, max_depth=k) if tree is None and self.parts > 1 else tree
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,10 +153,8 @@ class Batch:
         self._start_number = self.target.starts
         self.drafter.start(self.drafting, device)
         self.sampler = Sampler(drafting=self.drafting, device=device, faster=self.target.lm.draw)
-        tree, k = self.drafting.tree, self.lengths.k
-        if drafter.traits.parts > 1:
-            tree = Tree(budget=drafter.traits.parts * k, max_depth=k)
-        self.lengths.start(tree, is_ragged=self.target.lm.is_ragged)
+        shape = drafter.traits.shape(self.drafting.tree, self.lengths.k)
+        self.lengths.start(shape, is_ragged=self.target.lm.is_ragged)
         self.clock = Clock.on(device)
 
     def step(self) -> RoundOutput:

@@ -124,7 +124,8 @@ class Speculation:
 
     def nodes_of(self, drafter: Drafter | type[Drafter]) -> int:
         """`nodes` with another drafter or drafter class."""
-        return self.k * drafter.traits.parts if self.tree is None else self.tree.nodes
+        shape = drafter.traits.shape(self.tree, self.k)
+        return self.k if shape is None else shape.nodes
 
     @property
     def depth(self) -> int:
