@@ -79,8 +79,8 @@ def merged(
     all_tokens: list[int] = []
     all_parents: list[int] = []
     known: dict[tuple[int, int], int] = {}
-    places: list[list[int]] = [[] for _ in tokens]
-    trees = list(zip(tokens, parents, places, strict=True))
+    nodes_of: list[list[int]] = [[] for _ in tokens]
+    trees = list(zip(tokens, parents, nodes_of, strict=True))
     for index in range(max(map(len, tokens))):
         for tree_tokens, tree_parents, nodes in trees:
             if index >= len(tree_tokens):
@@ -95,4 +95,4 @@ def merged(
                 all_tokens.append(token)
                 all_parents.append(after)
             nodes.append(node)
-    return all_tokens, all_parents, places
+    return all_tokens, all_parents, nodes_of

@@ -1,4 +1,4 @@
-"""What a load plan settles is written in one module, so that a search for a field leads there."""
+"""Only `sources/load_plan.py` writes the fields of a `Runtime` that a load plan settles."""
 
 from __future__ import annotations
 

@@ -77,4 +77,4 @@ FORMATS: dict[int, dict[tuple[NumberKind, NumberKind], tuple[int, ...]]] = {
     16: {(_P, _N): (6,)},
     32: {(_H, _N): (4, 5, 8), (_H, _H): (4, 5), (_H, _F): (4,), (_F, _N): (4,), (_F, _F): (4,), (_P, _P): (4, 5)},
 }
-"""Bits with a kernel, by group size (32 stands for larger ones too) and kinds of scales and offsets."""
+"""Bits with a kernel, by group size (32: and its multiples) and kinds of scales and offsets."""

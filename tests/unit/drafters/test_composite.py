@@ -205,7 +205,7 @@ def test_a_part_is_asked_for_no_more_than_it_can_draft(plain: Engine) -> None:
 
 
 def test_facts_derive_from_the_parts(family: Path, plain: Engine) -> None:
-    """Guards masks that become text, and models whose passes nobody counts."""
+    """Guards against a mask token in an answer, and draft models that are left out of the count of passes."""
     union = Composite(parts_of(family, plain))
     _, pard, autoregressive = union.parts
     assert isinstance(pard, PardDrafter)

@@ -112,7 +112,7 @@ def test_weights_that_do_not_fit_into_memory(family: Path, monkeypatch: pytest.M
 
 
 def test_shapes_fit_too() -> None:
-    """Guards benchmarks of models that nobody has."""
+    """Guards benchmarks of shapes, which have random weights."""
     shapes = Speculation(drafter="pard", draft="shape:tiny-draft", k=4)
     assert planned(RUNTIME, "shape:tiny-target", shapes).runtime == RUNTIME
     with pytest.raises(ValueError, match=r"knows 100 tokens, the target \d{4}: use"):
