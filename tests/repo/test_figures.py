@@ -85,7 +85,7 @@ NAMES = {
     "VSD: an ordinary draft model, K = 5": "autoregressive:k=5",
     **{f"VSD, K = {k}": f"autoregressive:k={k}" for k in range(1, 9)},
     "VSD, K = 5, bf16": "autoregressive:k=5:dtype=bfloat16",
-    **{f"PARD, K = {k}": f"pard:k={k}" for k in range(1, 9)},
+    **{f"PARD, K = {k}": f"pard:k={k}" for k in (*range(1, 9), 12)},
     "PARD, K = 8, in bf16": "pard:k=8:dtype=bfloat16",
     "PARD, K = 8, tree of 12": "pard:k=8:tree=12",
     "n-gram, K = 8": "ngram:k=8",
@@ -108,6 +108,14 @@ TABLES = {
     ): NEW_SAMPLED,
     ("benchmarks/README.md", "greedy", "tokens/s", "against `generate`", *SPEEDS[1:]): GREEDY,
     ("benchmarks/README.md", "a round, ms", "draft", "target's pass and verdict", "rest", "tokens"): GREEDY,
+    (
+        "benchmarks/README.md",
+        "one H100, uncompiled",
+        "tokens/s",
+        "against `generate`",
+        "against AR+",
+        "tokens per target pass",
+    ): "llama-shapes-uncompiled_h100_2026-11-26",
 }
 
 
