@@ -21,7 +21,7 @@ from paradraft.engine.engine import Engine
 from paradraft.engine.loader import load
 from paradraft.engine.speculation import Speculation
 from paradraft.errors import is_out_of_memory
-from paradraft.models.forward import compiled
+from paradraft.models.forward import eager
 from paradraft.models.quantization import quantize
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement, stages_of
@@ -107,17 +107,20 @@ def test_drafting_on_the_devices_of_the_target(family: Path, name: str) -> None:
         assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
 
 
-def test_recorded_passes_are_replayed_and_change_no_token(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_recorded_passes_are_replayed_and_change_no_token(
+    family: Path, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards CUDA graphs: that they are recorded at all, in this torch and with these kernels, for batches, trees and
     texts that outgrow a step of the cache, and that they say what the passes say that they were recorded from."""
-    monkeypatch.setattr(compiled, "REPLAYED_BUCKET", 64)
+    monkeypatch.setattr(eager, "REPLAYED_BUCKET", 64)
     replays: list[object] = []
     again = torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), again(graph)))
     target, draft = str(family / "target"), str(family / "pard")
     found: dict[bool, list[list[int]]] = {}
     for graphs in (False, True):
-        runtime = Runtime(dtype="float64", device="cuda", compiled=True, cuda_graphs=graphs)
+        runtime = Runtime(dtype="float64", device="cuda", compiled=compiled, cuda_graphs=graphs)
         chains = load(target, drafter="pard", draft=draft, k=4, runtime=runtime, lengths="fixed")
         trees = Engine(chains.target, chains.drafter, Speculation(k=4, tree=Tree(budget=6), lengths="fixed"))
         with warnings.catch_warnings(record=True) as said:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from paradraft.models.forward import choice, compiled, cuda_graphs
+from paradraft.models.forward import choice, compiled, cuda_graphs, eager
 
 
 class Recorder:
@@ -27,13 +27,13 @@ class Recorder:
 
 
 def replay_everything(monkeypatch: pytest.MonkeyPatch, recorder: type[Recorder] = Recorder) -> None:
-    """Makes compiled passes replayed ones of the model's own code, without C++ and compiler."""
+    """Makes all passes replayed ones of the model's own code, without C++ and compiler."""
     replay_compiled(monkeypatch, recorder)
     monkeypatch.setattr(compiled, "compile_pass", lambda function, _: function)
 
 
 def replay_compiled(monkeypatch: pytest.MonkeyPatch, recorder: type[Recorder] = Recorder) -> None:
-    """Makes compiled passes replayed ones of `torch.compile`, without C++."""
+    """Makes eager and compiled passes replayed ones, without C++."""
     monkeypatch.setattr(recorder, "recorded", 0)
     monkeypatch.setattr(choice, "can_serve", lambda _: False)
-    monkeypatch.setattr(compiled, "replays_on", lambda _: cuda_graphs.Replays(recorder))
+    monkeypatch.setattr(eager, "replays_on", lambda _: cuda_graphs.Replays(recorder))

@@ -75,7 +75,7 @@ class CausalLM:
         compiled: compile passes; falls back to eager, with a warning, where it fails. None compiles only what takes
             seconds: passes in C++. False runs the model's own code.
         pad_to: least tokens of a decoding pass, so that passes of different rounds use the same kernels; in C++ all do.
-        cuda_graphs: record and replay passes that `torch.compile` makes for a GPU.
+        cuda_graphs: on a GPU, record decoding passes and replay them.
         stages: pipeline stages; empty if the model is on one device.
         ranks: tensor-parallel processes that share the heads of each layer.
         probe: of an earlier pass in C++ over the same packed weights, see `NativePass`.

@@ -40,7 +40,7 @@ class Runtime:
             that is smaller. Caches grow with the texts.
         width: most tokens of one decoding pass; an engine takes more if its drafts need them.
         pad_to: least tokens of one decoding pass; passes in C++ need no padding.
-        cuda_graphs: on a GPU, record compiled decoding passes and replay them.
+        cuda_graphs: on a GPU, record decoding passes and replay them.
 
     Raises:
         ValueError: an unknown dtype or device, or a dtype that the device does not support.

@@ -48,9 +48,8 @@ def chosen(
     if reason is not None:
         refusals.append(reason)
         warnings.warn(reason, stacklevel=3)
-    if compiled:
-        return CompiledPass(model, pad_to=pad_to, cuda_graphs=cuda_graphs)
-    return EagerPass(model, pad_to=pad_to)
+    kind = CompiledPass if compiled else EagerPass
+    return kind(model, pad_to=pad_to, cuda_graphs=cuda_graphs)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Forward pass through `torch.compile`, compiled once for all shapes; on a GPU recorded as CUDA graphs.
+"""Forward pass through `torch.compile`, compiled once for all shapes.
 
 Shape letters as in `eager.py`.
 """
@@ -9,7 +9,6 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
@@ -18,12 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from paradraft.models import kv_cache
-from paradraft.models.forward.cuda_graphs import Replays, graph_size, replays_on
-from paradraft.models.forward.eager import BUCKET, EagerPass, Layers, NewTokens, contiguous_copy, logits_and_states
-from paradraft.tree import ABSENT
+from paradraft.models.forward.eager import EagerPass, Layers, NewTokens, PassFunction, logits_and_states_of
 
-REPLAYED_BUCKET = 256
-"""As `BUCKET`, for passes that are replayed; larger, because each step is another shape to record."""
 Result = TypeVar("Result")
 MOST_KEPT_BYTES = 2**30
 """Largest model whose compiled pass is cached on disk: on a CPU its packed weights are part of it."""
@@ -37,83 +32,37 @@ class CompiledPass(EagerPass):
     Args:
         model: in evaluation mode; its weights must not change afterwards, because compiled passes have copies.
         pad_to: see `EagerPass`.
-        cuda_graphs: on a GPU, record passes and replay them.
+        cuda_graphs: see `EagerPass`.
     """
 
     min_rows = 2
 
     def __init__(self, model: PreTrainedModel, *, pad_to: int, cuda_graphs: bool) -> None:
         # A pass of one token would be compiled separately: torch.compile takes sizes 0 and 1 for constants.
-        super().__init__(model, pad_to=max(pad_to, 2))
-        self._compiled: dict[tuple[Layers, bool, bool], Callable[..., tuple[Tensor, ...]]] = {}
-        self.replays: Replays | None = replays_on(model.device) if cuda_graphs else None
+        super().__init__(model, pad_to=max(pad_to, 2), cuda_graphs=cuda_graphs)
+        self._compiled: dict[tuple[Layers, bool, bool], PassFunction] = {}
         self.warm_up_rounds = 1 if self.replays is None else 2
 
     def add_embeddings(self, rows_PD: Tensor) -> None:
         """See `Forward`."""
         super().add_embeddings(rows_PD)
-        self.forget()  # recordings read the old rows
         for key in [key for key in self._compiled if key[2]]:
             del self._compiled[key]
 
     def first(self, layers: int) -> Self:
-        """See `Forward`; compiled and recorded apart. On a CPU the compiled pass has a copy of its weights."""
+        """See `Forward`; compiled apart too. On a CPU the compiled pass has a copy of its weights."""
         view = super().first(layers)
         view._compiled = {}
-        view.replays = None if self.replays is None else replays_on(self._model.device)
         return view
 
-    def forget(self) -> None:
-        """See `Forward`: recordings hold the storage."""
-        if self.replays is not None:
-            self.replays.forget()
-
-    def _run(self, storage: kv_cache.Storage, lengths: list[int], layers: Layers, new: NewTokens) -> Sequence[Tensor]:
-        if self.replays is None:
-            return self._read(storage, lengths, layers, new)
-        sizes = (new.tokens.shape[1], new.logit_rows.shape[1])
-        new = new.padded(*(graph_size(max(size, self._pad_to)) for size in sizes))
-        inputs = contiguous_copy(new.logit_rows), *self._inputs(storage, lengths, new, REPLAYED_BUCKET)
-        run = partial(self._compiled_for(layers, new), self._model, storage, self._added)
-        return self.replays(run, inputs, partial(self._others, kv_cache.slots_of(storage), *inputs), kind=layers)
-
     def _read(self, storage: kv_cache.Storage, lengths: list[int], layers: Layers, new: NewTokens) -> Sequence[Tensor]:
-        """Prefill; not recorded, because prompts have many lengths."""
-        new = new.padded(self._pad_to, self._pad_to)
-        run = self._compiled_for(layers, new)
-        inputs = self._inputs(storage, lengths, new, BUCKET)
-        return run(self._model, storage, self._added, contiguous_copy(new.logit_rows), *inputs)
+        return self._computed(storage, lengths, layers, new)
 
-    def _compiled_for(self, layers: Layers, new: NewTokens) -> Callable[..., tuple[Tensor, ...]]:
-        """The compiled pass for these layers and kinds of inputs."""
+    def _function(self, layers: Layers, new: NewTokens) -> PassFunction:
         key = (layers, new.vectors is not None, self._added is not None)
         if key not in self._compiled:
             self._compiled[key] = compile_pass(logits_and_states_of(layers), self._model)
         return self._compiled[key]
-
-    def _others(
-        self, slots: int, logit_rows: Tensor, slots_S: Tensor, tokens_BN: Tensor, lengths_B: Tensor, depth_BN: Tensor,
-        sees_BNN: Tensor, *vectors: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Other inputs of the same shapes, to check a recording. They write after the cached tokens, one slot further
-        than the pass unless the cache is full."""
-        N = tokens_BN.shape[1]
-        tokens_BN = torch.where(tokens_BN == ABSENT, ABSENT, (tokens_BN + 1) % self._model.config.vocab_size)
-        lengths_B = (lengths_B + 1).clamp(max=slots - N)
-        alone_BNN = contiguous_copy(torch.eye(N, dtype=torch.bool, device=sees_BNN.device).expand_as(sees_BNN))
-        others = (-vectors_BND for vectors_BND in vectors)
-        return (logit_rows + 1) % N, slots_S, tokens_BN, lengths_B, depth_BN + 1, alone_BNN, *others
-
-
-def logits_and_states_of(layers: Layers) -> Callable[..., tuple[Tensor, ...]]:
-    """`logits_and_states` for fixed layers."""
-
-    def run(
-        model: PreTrainedModel, storage: kv_cache.Storage, added_PD: Tensor | None, logit_rows: Tensor, *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
-        return logits_and_states(model, storage, layers, added_PD, logit_rows, *inputs)
-
-    return run
 
 
 def compile_pass(function: Callable[..., Result], model: nn.Module) -> Callable[..., Result]:

@@ -1,4 +1,4 @@
-"""Forward pass by the model's own code in torch.
+"""Forward pass by the model's own code in torch; on a GPU recorded as CUDA graphs.
 
 Shape letters: B rows of a batch, N tokens of a pass, R tokens whose logits are wanted, S slots in use,
 V vocabulary, D hidden size, E rows of the embedding, P rows added to it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from paradraft.models import kv_cache
 from paradraft.models.architectures import ropes_of
 from paradraft.models.forward import FINAL_NORM, ForwardOut, NotFiniteError
+from paradraft.models.forward.cuda_graphs import Replays, graph_size, replays_on
 from paradraft.models.output_head import logits_of
 from paradraft.models.quantization import stored_bytes
 from paradraft.parents import ancestors, depths, is_chain, parents_of_chains
@@ -27,7 +29,11 @@ from paradraft.tree import ABSENT
 
 BUCKET = 64
 """Attention reads the used slots, rounded up to a multiple of this."""
+REPLAYED_BUCKET = 256
+"""As `BUCKET`, for passes that are replayed; larger, because each step is another shape to record."""
 Layers = tuple[int, ...]
+PassFunction = Callable[..., tuple[Tensor, ...]]
+"""`logits_and_states` of some layers, without their argument."""
 
 
 def part_of(model: PreTrainedModel, first: int, stop: int) -> PreTrainedModel:
@@ -128,6 +134,17 @@ def logits_and_states(
     return logits_of(model, _rows_of(last_BND, logit_rows)), *states
 
 
+def logits_and_states_of(layers: Layers) -> PassFunction:
+    """`logits_and_states` for fixed layers."""
+
+    def run(
+        model: PreTrainedModel, storage: kv_cache.Storage, added_PD: Tensor | None, logit_rows: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        return logits_and_states(model, storage, layers, added_PD, logit_rows, *inputs)
+
+    return run
+
+
 def _rows_of(states_BND: Tensor, rows_BR: Tensor) -> Tensor:
     return states_BND.gather(1, rows_BR[:, :, None].expand(-1, -1, states_BND.shape[2]))
 
@@ -165,16 +182,18 @@ class EagerPass:
     Args:
         model: in evaluation mode; its weights must not change afterwards.
         pad_to: least tokens, and least logits, of a decoding pass.
+        cuda_graphs: on a GPU, record decoding passes and replay them.
     """
 
     min_rows = 1
     warm_up_rounds = 0
     is_native = False
 
-    def __init__(self, model: PreTrainedModel, *, pad_to: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, pad_to: int, cuda_graphs: bool) -> None:
         self._model = model
         self._pad_to = pad_to
         self._added: Tensor | None = None
+        self.replays: Replays | None = replays_on(model.device) if cuda_graphs else None
 
     @property
     def threads(self) -> int:
@@ -198,15 +217,19 @@ class EagerPass:
     def add_embeddings(self, rows_PD: Tensor) -> None:
         """See `Forward`."""
         self._added = rows_PD.detach().to(self._model.device, self._model.dtype, copy=True)
+        self.forget()  # recordings read the old rows
 
     def first(self, layers: int) -> Self:
-        """See `Forward`."""
+        """See `Forward`; recorded apart."""
         view = copy(self)
         view._model = part_of(self._model, 0, layers)
+        view.replays = None if self.replays is None else replays_on(self._model.device)
         return view
 
     def forget(self) -> None:
-        """See `Forward`; nothing is held."""
+        """See `Forward`: recordings hold the storage."""
+        if self.replays is not None:
+            self.replays.forget()
 
     def __call__(
         self,
@@ -236,24 +259,56 @@ class EagerPass:
 
     def _run(self, storage: kv_cache.Storage, lengths: list[int], layers: Layers, new: NewTokens) -> Sequence[Tensor]:
         """The logits `[B, R, V]`, then the states of `layers`; maybe with padding at the end."""
+        if self.replays is None:
+            return self._computed(storage, lengths, layers, new)
+        sizes = (new.tokens.shape[1], new.logit_rows.shape[1])
+        new = new.padded(*(graph_size(max(size, self._pad_to)) for size in sizes))
+        inputs = self._inputs(storage, lengths, new, REPLAYED_BUCKET)
+        run = partial(self._function(layers, new), self._model, storage, self._added)
+        return self.replays(run, inputs, partial(self._others, kv_cache.slots_of(storage), *inputs), kind=layers)
+
+    def _computed(
+        self, storage: kv_cache.Storage, lengths: list[int], layers: Layers, new: NewTokens
+    ) -> Sequence[Tensor]:
+        """As `_run`, without a recording."""
         new = new.padded(self._pad_to, self._pad_to)
         inputs = self._inputs(storage, lengths, new, BUCKET)
-        return logits_and_states(self._model, storage, layers, self._added, new.logit_rows, *inputs)
+        return self._function(layers, new)(self._model, storage, self._added, *inputs)
 
     def _read(self, storage: kv_cache.Storage, lengths: list[int], layers: Layers, new: NewTokens) -> Sequence[Tensor]:
-        """Prefill: as `_run`, but may return states in place of logits, which are NaN in the same tokens."""
-        inputs = self._inputs(storage, lengths, new, BUCKET)
+        """Prefill, not recorded, because prompts have many lengths: as `_run`, but may return states in place of
+        logits, which are NaN in the same tokens."""
+        logit_rows, *inputs = self._inputs(storage, lengths, new, BUCKET)
         last_BND, *states = hidden_states(self._model, storage, layers, self._added, *inputs)
-        return _rows_of(last_BND, new.logit_rows), *states
+        return _rows_of(last_BND, logit_rows), *states
+
+    def _function(self, layers: Layers, new: NewTokens) -> PassFunction:
+        """The function that computes these layers for these kinds of inputs."""
+        return logits_and_states_of(layers)
 
     def _inputs(self, storage: kv_cache.Storage, lengths: list[int], new: NewTokens, bucket: int) -> tuple[Tensor, ...]:
-        """Inputs of a pass: slots in use, tokens, cached lengths, depths, tree attention mask, and vectors if any."""
+        """Inputs of a pass: wanted logits, slots in use, tokens, cached lengths, depths, tree attention mask, and
+        vectors if any."""
         device = new.tokens.device
         used = min(-(-(max(lengths) + new.tokens.shape[1]) // bucket) * bucket, kv_cache.slots_of(storage))
         slots_S, lengths_B = torch.arange(used, device=device), upload(lengths, device)
-        visible_BNN = contiguous_copy(ancestors(new.parents))
+        copies = (contiguous_copy(each) for each in (new.logit_rows, new.tokens, ancestors(new.parents)))
+        logit_rows, tokens_BN, visible_BNN = copies
         vectors = () if new.vectors is None else (contiguous_copy(new.vectors),)
-        return slots_S, contiguous_copy(new.tokens), lengths_B, depths(new.parents), visible_BNN, *vectors
+        return logit_rows, slots_S, tokens_BN, lengths_B, depths(new.parents), visible_BNN, *vectors
+
+    def _others(
+        self, slots: int, logit_rows: Tensor, slots_S: Tensor, tokens_BN: Tensor, lengths_B: Tensor, depth_BN: Tensor,
+        sees_BNN: Tensor, *vectors: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Other inputs of the same shapes, to check a recording. They write after the cached tokens, one slot further
+        than the pass unless the cache is full."""
+        N = tokens_BN.shape[1]
+        tokens_BN = torch.where(tokens_BN == ABSENT, ABSENT, (tokens_BN + 1) % self._model.config.vocab_size)
+        lengths_B = (lengths_B + 1).clamp(max=slots - N)
+        alone_BNN = contiguous_copy(torch.eye(N, dtype=torch.bool, device=sees_BNN.device).expand_as(sees_BNN))
+        others = (-vectors_BND for vectors_BND in vectors)
+        return (logit_rows + 1) % N, slots_S, tokens_BN, lengths_B, depth_BN + 1, alone_BNN, *others
 
 
 def contiguous_copy(tensor: Tensor) -> Tensor:

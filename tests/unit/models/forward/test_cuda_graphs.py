@@ -43,13 +43,22 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [[place % 50 + 1 + row for place in range(length)] for row, length in enumerate(lengths)]
 
 
-def pair(**settings: int) -> tuple[CausalLM, CausalLM]:
-    """Replayed, and not."""
-    model = tiny_model(5)
-    replayed, plain = (
-        CausalLM(model, vocab_size=64, compiled=True, cuda_graphs=graphs, **settings) for graphs in (True, False)
-    )
-    return replayed, plain
+Pair = Callable[..., tuple[CausalLM, CausalLM]]
+
+
+@pytest.fixture(params=["eager", "compiled"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    """Replayed passes, and others."""
+
+    def made(**settings: int) -> tuple[CausalLM, CausalLM]:
+        model = tiny_model(5)
+        replayed, plain = (
+            CausalLM(model, vocab_size=64, compiled=request.param == "compiled", cuda_graphs=graphs, **settings)
+            for graphs in (True, False)
+        )
+        return replayed, plain
+
+    return made
 
 
 def decode(lm: CausalLM, lengths: tuple[int, ...], widths: list[int]) -> list[Tensor]:
@@ -64,7 +73,7 @@ def decode(lm: CausalLM, lengths: tuple[int, ...], widths: list[int]) -> list[Te
     return found
 
 
-def test_replayed_passes_say_what_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_passes_say_what_others_do(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards tokens, positions and masks of an earlier pass, keys that are written where they were then, results that
     are overwritten, and a cache that was given back."""
     replay_everything(monkeypatch)
@@ -78,7 +87,7 @@ def test_replayed_passes_say_what_others_do(monkeypatch: pytest.MonkeyPatch) -> 
     assert 10 < Recorder.recorded < 40
 
 
-def test_prompts_and_what_came_once_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_and_what_came_once_are_not_recorded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards memory and seconds that recordings take, where nobody replays them."""
     replay_everything(monkeypatch)
     replayed, _ = pair()
@@ -104,7 +113,7 @@ def test_only_the_latest_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("lost", [0, 2, 3, 4, 5], ids=["wanted", "tokens", "lengths", "depths", "visible"])
-def test_a_recording_with_a_number_in_it_is_found_out(monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
+def test_a_recording_with_a_number_in_it_is_found_out(pair: Pair, monkeypatch: pytest.MonkeyPatch, lost: int) -> None:
     """Guards the text against the silent mistake of CUDA graphs: the replay of an old position."""
     replay_everything(monkeypatch, Forgetful)
     monkeypatch.setattr(Forgetful, "lost", lost)
@@ -117,7 +126,7 @@ def test_a_recording_with_a_number_in_it_is_found_out(monkeypatch: pytest.Monkey
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-def test_what_cannot_be_recorded_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_recorded_is_run(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards decoding on a GPU that refuses to record."""
     replay_everything(monkeypatch, Broken)
     replayed, plain = pair()
@@ -131,7 +140,7 @@ def test_what_cannot_be_recorded_is_run(monkeypatch: pytest.MonkeyPatch) -> None
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-def test_a_full_cache_is_not_overrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_cache_is_not_overrun(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the last slots, where tokens that fill a pass up must not write over others."""
     replay_everything(monkeypatch)
     replayed, plain = pair(capacity=55, width=9)
@@ -150,7 +159,7 @@ def test_a_recording_that_is_wrong_for_one_row_is_found_out() -> None:
     assert not cuda_graphs._is_same(wrong, expected)
 
 
-def test_memory_is_given_back_before_a_larger_cache_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_given_back_before_a_larger_cache_is_taken(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a GPU against recordings of a cache that is gone, which hold and write its memory."""
     replay_everything(monkeypatch)
     replayed, _ = pair()
@@ -170,7 +179,8 @@ def test_memory_is_given_back_before_a_larger_cache_is_taken(monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_nothing_is_compiled_for_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pair", ["compiled"], indirect=True)
+def test_nothing_is_compiled_for_a_recording(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against compiling while a GPU records, which fails there: what is recorded must look to `torch.compile` as
     what was run before."""
     replay_compiled(monkeypatch)
