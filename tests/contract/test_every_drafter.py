@@ -30,6 +30,7 @@ from tests.support.decoding import answers as answers_of
 from tests.support.decoding import decoded as rounds
 from tests.support.decoding import texts as texts_of
 from tests.support.drafts import DRAFTERS, draft_of
+from tests.support.quick import mostly_slow
 from tests.support.replays import replay_everything
 
 REPLAYED = "replayed, float64"
@@ -41,7 +42,7 @@ RUNTIMES = {
 }
 """Where equality is exact; compiled passes on a CPU are those in C++, and replayed ones stand for those of a GPU."""
 LENGTHS = [1, 2, 5, 8]
-QUICK = {"eager, float64": [5], "compiled, float32": [2, 8], "compiled, bfloat16": [1], REPLAYED: [2]}
+QUICK = {"eager, float64": [], "compiled, float32": [2, 8], "compiled, bfloat16": [1], REPLAYED: []}
 """The lengths of drafts that `make test` tries where passes are slow; `make test-long` tries all, as others do."""
 PROMPTS = ["a", "helloworld", "abcabcabcabcabc", "The0quick1brown2fox"]
 SAMPLINGS = [
@@ -55,12 +56,9 @@ SAMPLINGS = [
 current = RUNTIMES["eager, float64"]
 
 
-@pytest.fixture(
-    params=[pytest.param(name, marks=pytest.mark.slow if name == REPLAYED else ()) for name in RUNTIMES], autouse=True
-)
+@pytest.fixture(params=mostly_slow(RUNTIMES, quick=["eager, float64", "compiled, float32"]), autouse=True)
 def runtime(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    """Runs every test of this file in each of them; in replayed passes, which are slow, `make test` runs those tests
-    that ask for all of them, and `make test-long` every test."""
+    """Runs every test of this file in each of them; of those that name no other, `make test` runs two."""
     monkeypatch.setattr("tests.contract.test_every_drafter.current", RUNTIMES[request.param])
     if request.param == REPLAYED:
         replay_everything(monkeypatch)
@@ -247,7 +245,7 @@ def test_state_is_a_function_of_the_rounds(family: Path, name: str, varying: boo
     assert len({str(drafts[0]) for drafts in found[0][0]}) > 3, "drafts change from round to round"
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES, indirect=True)
+@pytest.mark.parametrize("runtime", mostly_slow(RUNTIMES, quick=["compiled, bfloat16"]), indirect=True)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_rounds_without_a_draft_lose_nothing(family: Path, name: str) -> None:
     """Guards against drafters that forget to read the tokens of rounds with K = 0."""
@@ -266,7 +264,7 @@ def test_rounds_without_a_draft_lose_nothing(family: Path, name: str) -> None:
     assert answers_of(batch, requests([tokens], limits=60, eos_ids=frozenset([0]))) == [expected]
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES, indirect=True)
+@pytest.mark.parametrize("runtime", mostly_slow(RUNTIMES, quick=["compiled, bfloat16"]), indirect=True)
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("tree", [None, 9])
 def test_ragged_batch_equals_single_rows(family: Path, name: str, tree: int | None) -> None:

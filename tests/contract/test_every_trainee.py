@@ -25,6 +25,7 @@ from paradraft.train.run import launch, setup
 from paradraft.train.run.progress import Progress, Report
 from paradraft.train.trainee import Trainee
 from tests.conftest import VOCAB
+from tests.support.quick import mostly_slow
 
 HEADS = [
     name
@@ -167,7 +168,7 @@ def test_a_resumed_run_equals_a_whole_one(family: Path, tmp_path: Path, name: st
     assert not train(name, stopped)
 
 
-@pytest.mark.parametrize("name", trainee_names())
+@pytest.mark.parametrize("name", mostly_slow(trainee_names(), quick=["pard", "eagle_parallel", "ppd"]))
 def test_a_text_is_memorised(family: Path, tmp_path: Path, name: str) -> None:
     """Guards labels that belong to other rows, and parameters that no gradient reaches."""
     losses: list[float] = []

@@ -35,6 +35,7 @@ from paradraft.text.tokenization import Detokenizer
 from paradraft.tree import Tree
 from tests.contract.test_random_configurations import never_twice
 from tests.support.drafts import DRAFTERS, draft_of
+from tests.support.quick import mostly_slow
 from tests.support.replays import replay_everything
 
 RUNTIMES = {
@@ -100,7 +101,7 @@ def random_requests(number: int) -> list[Asked]:
 POOL = random_requests(20)
 
 
-@pytest.fixture(scope="module", params=RUNTIMES)
+@pytest.fixture(scope="module", params=mostly_slow(RUNTIMES, quick=["eager, float64", "C++, bfloat16"]))
 def loaded(family: Path, request: pytest.FixtureRequest) -> Load:
     """Loads each drafter once."""
 
@@ -310,7 +311,7 @@ def test_passes_that_need_two_rows_get_them(loaded: Load, expected: Expected, mo
 @pytest.mark.parametrize(
     ("loaded", "name", "shape"),
     [
-        case
+        pytest.param(*case.values, marks=() if case.values[0] == "C++, bfloat16" else pytest.mark.slow)
         for case in RUNTIMES_AND_CASES
         if case.values[1] != "none"
         and not drafter_class(case.values[1]).traits.depends_on_rounds

@@ -22,7 +22,7 @@ TREES = {"chain": None, "grown": Tree(budget=7), "fixed": Tree(paths=((0,), (1,)
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        pytest.param(name, shape, marks=pytest.mark.slow if shape == "fixed" and name != "pard" else ())
+        pytest.param(name, shape, marks=() if shape == "chain" or name == "pard" else pytest.mark.slow)
         for name in DRAFTERS
         for shape in TREES
         if shape == "chain" or branches(name)

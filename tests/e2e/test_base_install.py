@@ -77,6 +77,7 @@ def test_a_draft_is_made_without_extras(env: dict[str, str], tmp_path: Path) -> 
     assert (tmp_path / "draft" / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named_with_its_extra(env: dict[str, str], tmp_path: Path) -> None:
     """Guards against work that ends in a traceback, or is found to lack a library only when all is done."""
     for arguments, said in [

@@ -26,6 +26,7 @@ from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from tests.conftest import tiny_tokenizer
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
+from tests.support.quick import mostly_slow
 from tests.support.screen import Screen
 
 TEMPLATE = (
@@ -350,41 +351,45 @@ def test_a_conversation_that_is_too_long(engine: Engine, capsys: pytest.CaptureF
     assert len(talk.messages) == 1
 
 
-def test_a_terminal(family: Path, chatting: Path, engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("more", "is_green"),
+    [({}, True), pytest.param({"NO_COLOR": "1"}, False, marks=pytest.mark.slow)],
+    ids=["", "NO_COLOR"],
+)
+def test_a_terminal(family: Path, chatting: Path, engine: Engine, more: dict[str, str], is_green: bool) -> None:
     """Guards all of an answer's letters, colours, the line at the bottom, and Ctrl-C, which ends an answer, not the
     program; NO_COLOR too."""
     told = told_by(engine, "<user>hi<assistant>", 90, Sampling(temperature=0.9, seed=4))
     assert len(told) > 80, "it wraps"
-    for more, is_green in (({}, True), ({"NO_COLOR": "1"}, False)):
-        ours, theirs = pty.openpty()
-        termios.tcsetwinsize(theirs, (24, 60))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "paradraft", "chat", "--target", str(chatting), "--drafter", "autoregressive",
-             "--draft", str(family / "target"), "--dtype", "float64", "--temperature", "0.9", "--seed", "4",
-             "--max-new-tokens", "90"],
-            stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True, env=os.environ | {"TERM": "xterm"} | more,
-        )  # fmt: skip
-        os.close(theirs)
-        try:
-            read_until(ours, b"> ")
-            for _ in range(20):  # one that comes before Python waits for a key is noticed at the next key
-                time.sleep(0.2)
-                process.send_signal(signal.SIGINT)
-                if select.select([ours], [], [], 1)[0]:
-                    break
-            read_until(ours, b"leaves.")
-            os.write(ours, b"hi\n")
-            shown = read_until(ours, b"% drafted]")
-            assert (b"\x1b[32m" in shown) == is_green
-            assert b"\x1b[1;23r" in shown and b"\x1b[r" in shown, "a line is spared, and given back"
-            rows = screen_of(shown.decode().rpartition("[")[0])
-            assert rows[-len(rows_of(told)) :] == rows_of(told)
-            os.write(ours, b"/quit\n")
-            assert process.wait(30) == 0
-        finally:
-            process.kill()
-            process.wait()
-            os.close(ours)
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 60))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paradraft", "chat", "--target", str(chatting), "--drafter", "autoregressive",
+         "--draft", str(family / "target"), "--dtype", "float64", "--temperature", "0.9", "--seed", "4",
+         "--max-new-tokens", "90"],
+        stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True, env=os.environ | {"TERM": "xterm"} | more,
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        read_until(ours, b"> ")
+        for _ in range(20):  # one that comes before Python waits for a key is noticed at the next key
+            time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            if select.select([ours], [], [], 1)[0]:
+                break
+        read_until(ours, b"leaves.")
+        os.write(ours, b"hi\n")
+        shown = read_until(ours, b"% drafted]")
+        assert (b"\x1b[32m" in shown) == is_green
+        assert b"\x1b[1;23r" in shown and b"\x1b[r" in shown, "a line is spared, and given back"
+        rows = screen_of(shown.decode().rpartition("[")[0])
+        assert rows[-len(rows_of(told)) :] == rows_of(told)
+        os.write(ours, b"/quit\n")
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
 
 
 def rows_of(answer: str) -> list[str]:
@@ -442,7 +447,7 @@ def test_colours(settings: dict[str, str], wanted: bool, monkeypatch: pytest.Mon
     assert has_styles(stream) == wanted
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-"])
+@pytest.mark.parametrize("closed", mostly_slow(["<&-", ">&-"], quick=["<&-"]))
 def test_without_input_or_output(chatting: Path, closed: str) -> None:
     """Guards whatever starts the program without them: a traceback."""
     command = f"{sys.executable} -m paradraft chat --target {chatting} {closed}"

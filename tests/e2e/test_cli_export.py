@@ -160,6 +160,7 @@ def test_the_head_stays_here(paradraft: Paradraft, family: Path, tmp_path: Path,
     assert not hasattr(AutoConfig.from_pretrained(out), RANK) and not list(out.glob("*/"))
 
 
+@pytest.mark.slow
 def test_sigterm_leaves_nothing_half_written(family: Path, tmp_path: Path) -> None:
     """Guards disks: the folder that was being written and measured stayed, with a copy of the model in it."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out" / "drafter"

@@ -18,6 +18,7 @@ from transformers import AutoConfig, T5Config
 from paradraft.models.architectures import FAMILIES
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
+from tests.support.quick import mostly_slow
 
 WAYS: dict[str, list[object]] = {
     "cut": ["--layers", 1],
@@ -35,7 +36,7 @@ def few_steps(folder: Path) -> list[object]:
     return [f"data={data}", "epochs=null", "steps=1", "warmup_steps=0", "samples_per_step=1", "held_out=1"]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_slow(WAYS, quick=["cut", "fresh"]))
 def test_a_draft_can_be_used_and_trained(paradraft: Paradraft, family: Path, tmp_path: Path, way: str) -> None:
     """Guards the way from a target alone to a PARD drafter: what is printed is what was made, the draft serves as an
     ordinary one, and each printed command runs, from a recipe that is there to the line for vLLM."""

@@ -127,6 +127,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_a_mistake_is_told_once(family: Path, tmp_path: Path) -> None:
     """Guards against as many complaints as processes, against silence where not the first process finds the mistake,
     and against processes that wait for one that has ended."""

@@ -41,6 +41,7 @@ def alarms(most: int | None, end: Callable[[Tensor], Tensor]) -> int:
     return sum(not uniformity(end(honest(seed)), most).is_uniform for seed in range(AUDITS))
 
 
+@pytest.mark.slow
 def test_answers_that_end_early_raise_no_more_alarms() -> None:
     """Guards the stated probability: the bound is for a fixed number, and where answers end depends on their tokens."""
     assert alarms(MOST, unlucky) < MANY

@@ -45,6 +45,7 @@ def drafts_of(model: PreTrainedModel, prompt: list[int], masks: list[int]) -> li
     return [torch.cat([drafted[n - 1 : n], group]) for n, group in zip(lengths, groups, strict=True)]
 
 
+@pytest.mark.slow  # weights change less often than code
 @torch.no_grad()
 @pytest.mark.parametrize("drafter", ["draft", "pard"])
 def test_engines_draft_tokens_of_the_text(drafter: str) -> None:

@@ -165,7 +165,7 @@ def test_what_it_allows_and_what_not(written: dict[str, Any], path: str, schema:
 
 
 @pytest.mark.parametrize(
-    "examples", [pytest.param(60, id="quick"), pytest.param(1500, id="long", marks=pytest.mark.slow)]
+    "examples", [pytest.param(24, id="quick"), pytest.param(1500, id="long", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 def test_what_it_allows_is_answered(fuzzed: Serving, written: dict[str, Any], path: str, examples: int) -> None:
@@ -261,7 +261,7 @@ def attack(running: Serving, written: dict[str, Any], examples: int) -> set[int]
 
 
 @pytest.mark.parametrize(
-    "examples", [pytest.param(600, id="quick"), pytest.param(8000, id="long", marks=pytest.mark.slow)]
+    "examples", [pytest.param(200, id="quick"), pytest.param(8000, id="long", marks=pytest.mark.slow)]
 )
 def test_random_bodies(fuzzed: Serving, written: dict[str, Any], examples: int) -> None:
     """Guards the reading of what is no JSON, no object, or no request, and schemas that are none."""

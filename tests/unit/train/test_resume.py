@@ -142,9 +142,17 @@ def check_all_kills(family: Path, folder: Path, lengths: str, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("lengths", "names"),
     [
-        ("before the last checkpoint", {"rmtree drafter-00000001", "rmtree drafter-00000002"}),
+        pytest.param(
+            "before the last checkpoint",
+            {"rmtree drafter-00000001", "rmtree drafter-00000002"},
+            marks=pytest.mark.slow,
+        ),
         ("after it", {"rmtree drafter-00000003", "rmtree step-00000002"}),
-        ("patience", {"rmtree drafter-00000004", "rmtree step-00000004", "replace tokenizer_config.json"}),
+        pytest.param(
+            "patience",
+            {"rmtree drafter-00000004", "rmtree step-00000004", "replace tokenizer_config.json"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_kill_where_the_best_changes_hands(

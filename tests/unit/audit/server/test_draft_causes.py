@@ -28,6 +28,7 @@ from tests.conftest import VOCAB
 from tests.support.fake_engine import MODEL, Decoding, FakeEngine, Plain, Propose, one_by_one, pard
 from tests.support.kinds import KINDS, model_of
 from tests.support.kinds import WINDOW as WINDOW_OF_KINDS
+from tests.support.quick import mostly_slow
 
 K, MASK, KNOWN = 4, 4088, 4088
 """Of the pocket family: its mask token is the first row that is no token."""
@@ -175,13 +176,14 @@ FAULTS: dict[str, tuple[Callable[[PreTrainedModel], Propose], tuple[str, ...]]] 
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", mostly_slow(FAULTS, quick=["an end as mask", "a row too late", "another rope"]))
 def test_faults_are_named(audited: Audit, draft: PreTrainedModel, fault: str) -> None:
     """Guards the names of the faults that users have met: each must be told from all others."""
     plant, words = FAULTS[fault]
     named(audited(plant(draft), draft), *words)
 
 
+@pytest.mark.slow
 def test_sliding_windows_that_run_as_full_attention_are_named(audited: Audit) -> None:
     """Guards drafts with sliding windows, which such an engine drafts well with up to the window, and then not."""
     kinds = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
@@ -192,6 +194,7 @@ def test_sliding_windows_that_run_as_full_attention_are_named(audited: Audit) ->
     named(audited(partial(pard, full, MASK, K), draft), "sliding window")
 
 
+@pytest.mark.slow
 def test_rows_that_are_no_token_are_named(audited: Audit) -> None:
     """Guards embeddings that were filled up at random: an engine drafts ids that no text has."""
     draft = draft_model()
@@ -227,6 +230,7 @@ def test_a_fault_that_nobody_knows_is_no_other(audited: Audit, draft: PreTrained
     assert cause is not None and "none of the faults that are known explains it" in cause
 
 
+@pytest.mark.slow
 def test_texts_beyond_the_training_rows_are_noted(audited: Audit, draft: PreTrainedModel, prompts: list[str]) -> None:
     """Guards users whose prompts are longer than what the draft was trained on: it drafts there, and worse."""
     far = copy.deepcopy(draft)

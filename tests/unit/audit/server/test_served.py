@@ -30,6 +30,7 @@ from paradraft.models.runtime import Runtime
 from paradraft.sources.target_loading import load_target
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.support.fake_engine import MODEL, Decoding, Draw, FakeEngine, Plain, Rows, Telling, lossless, pard
+from tests.support.quick import mostly_slow
 from tests.support.serving import MODEL as OURS
 from tests.support.serving import Serving, serving
 
@@ -163,7 +164,7 @@ TELLING = {
 }
 
 
-@pytest.mark.parametrize("telling", TELLING)
+@pytest.mark.parametrize("telling", mostly_slow(TELLING, quick=["names", "one likeliest", "ids as llama.cpp"]))
 def test_an_honest_server_passes_however_it_tells(fake: Any, audited: Audit, telling: str) -> None:
     """Guards servers of others: what they leave out, or call otherwise, is no fault."""
     shows_distribution = telling in ("ids", "names", "names, and no end")
@@ -245,7 +246,7 @@ SAMPLING_FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fault", SAMPLING_FAULTS)
+@pytest.mark.parametrize("fault", mostly_slow(SAMPLING_FAULTS, quick=["rejected tokens again"]))
 def test_lossy_servers_fail_where_they_sample(fake: Any, audited: Audit, fault: str) -> None:
     """Guards the word PASS for servers that are right greedily: vLLM's on CPUs was one."""
     with fake(**SAMPLING_FAULTS[fault]) as server:
@@ -313,6 +314,7 @@ def test_ties_pass_and_are_listed(
     assert "a near-tie" in "\n".join(findings(report, tiny_tokenizer()))
 
 
+@pytest.mark.slow
 def test_another_server_as_the_reference(fake: Any, audited: Audit, ours: Serving, tokenizer: Any) -> None:
     """Guards the audit of models that do not fit here; the reference tells twenty tokens of each place, or five."""
     for telling, samples in ((Telling(), 16), (Telling(most_likeliest=5), 0), (BY_NAME, 0)):

@@ -131,6 +131,7 @@ def even_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_processes_that_share_each_layer(even_heads: Path) -> None:
     """Guards tensor parallelism: the text, which one process alone says, also with a drafter ahead and in batches."""
     outcome = subprocess.run(

@@ -107,7 +107,7 @@ def test_other_cpus_compute_the_same_and_in_one_order(
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param("-march=x86-64", id="plain"),
+        pytest.param("-march=x86-64", id="plain", marks=pytest.mark.slow),
         pytest.param("-mno-avx512vnni -mno-avxvnni", id="no VNNI", marks=pytest.mark.slow),
         pytest.param("-march=haswell -mavxvnni", id="VNNI of 256 bits", marks=pytest.mark.slow),
         pytest.param("-march=sandybridge", id="AVX", marks=pytest.mark.slow),
@@ -135,6 +135,7 @@ def test_libraries_of_wheels_give_the_same_bits(monkeypatch: pytest.MonkeyPatch,
     check_products()
 
 
+@pytest.mark.slow
 def test_the_compiler_has_nothing_to_say() -> None:
     """Guards the C++ as a linter guards the Python; the portable code is compiled with `STRICT` above."""
     files = [build.NATIVE / name for name in build.SOURCES if name.endswith(".cpp")]

@@ -24,6 +24,7 @@ from paradraft.models.quantization import quantize, rounded_to_8_bits
 from paradraft.models.quantized import Parts, QuantizedTensor
 from paradraft.models.quantized_format import Format
 from tests.support.pass_faults import WHERE_ROUNDED, faults_of, faulty, offsets_ignored, unchanged
+from tests.support.quick import mostly_slow
 from tests.support.random_models import KINDS_OF_MODELS, SIZES, random_model
 from tests.support.real_statistics import MASSIVE, SPECIAL, VOCABULARIES, realistic_model
 
@@ -143,7 +144,11 @@ def refused() -> Iterator[tuple[str, str, str]]:
             yield fault, having[(number + index) % len(having)], weights
 
 
-@pytest.mark.parametrize(("fault", "kind", "weights"), list(refused()))
+QUICK = [case for index, case in enumerate(refused()) if index % len(WEIGHTS) == index // len(WEIGHTS) % len(WEIGHTS)]
+"""Each fault once, with all weights in turn."""
+
+
+@pytest.mark.parametrize(("fault", "kind", "weights"), mostly_slow(refused(), quick=QUICK))
 def test_wrong_passes_are_refused(fault: str, kind: str, weights: str) -> None:
     """Guards against a check that refuses nothing: each of these makes other texts."""
     with pytest.raises(WrongPassError, match="formula"):
