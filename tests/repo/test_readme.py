@@ -29,7 +29,7 @@ BY_DEFAULT = {
     "generate": {"--max-new-tokens": 12},
 }
 """What a command is told where the README leaves its sizes to it."""
-TRAINING = ["warmup_steps=1", "samples_per_step=1", "held_out=4", "evaluate_every=2"]
+TRAINING = ["warmup_steps=1", "samples_per_step=1", "held_out=4", "evaluate_every=2", "prompts=2", "answer_tokens=8"]
 DOCUMENTS = ("README.md", "docs/commands.md")
 COPIED = ("README.md", "recipes", "examples", "docs", "benchmarks")
 
