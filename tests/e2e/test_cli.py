@@ -16,6 +16,7 @@ import typer
 
 from paradraft.cli.command_list import COMMANDS, app
 from tests.e2e.conftest import Paradraft, assert_mistake
+from tests.support.quick import mostly_slow
 
 
 @pytest.mark.parametrize(
@@ -129,16 +130,23 @@ def test_the_package_alone_imports_nothing_heavy() -> None:
     assert outcome.stderr == "imported\n"
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=" ".join
-)
+HELP = [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]
+
+
+@pytest.mark.parametrize("arguments", mostly_slow(HELP, quick=[["--help"], ["serve", "--help"]]))
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     """Guards whoever asks for help against seconds of waiting."""
     outcome = at_once(arguments)
     assert (outcome.returncode, outcome.stderr) == (0, "imported\n")
 
 
-@pytest.mark.parametrize("arguments", [*([name, "--nonsense"] for name in COMMANDS), *MISTAKES], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *mostly_slow(([name, "--nonsense"] for name in COMMANDS), quick=[["chat", "--nonsense"]]),
+        *mostly_slow(MISTAKES, quick=MISTAKES),
+    ],
+)
 def test_a_mistake_imports_nothing_heavy(arguments: list[str]) -> None:
     """Guards whoever mistypes an option or its value against seconds of waiting for the complaint."""
     outcome = at_once(arguments)

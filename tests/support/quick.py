@@ -13,6 +13,10 @@ def mostly_slow(cases: Iterable[Any], *, quick: Collection[Any]) -> list[Any]:
     found = list(cases)
     assert all(case in found for case in quick), f"not all of {quick} are among the cases"
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in quick else pytest.mark.slow)
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if case in quick else pytest.mark.slow,
+            id=" ".join(case) if isinstance(case, list) else None,
+        )
         for case in found
     ]
