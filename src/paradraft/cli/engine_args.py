@@ -38,7 +38,7 @@ class EngineArgs:
 
 
 def warm_up(engine: Engine, batch_size: int) -> None:
-    """Compiles the engine's passes, if they are compiled."""
+    """Compiles and records the engine's passes, where they are compiled or recorded."""
     if engine.target.lm.warm_up_rounds:
-        with console(stderr=True).status("compiling (a minute or two)"):
+        with console(stderr=True).status("first passes (a minute or two where they are compiled)"):
             engine.warm_up(batch_size)

@@ -283,7 +283,7 @@ class Engine:
             yield
 
     def warm_up(self, batch_size: int = 1) -> None:
-        """Runs the passes of decoding once, so that none is compiled during an answer; twice with CUDA graphs."""
+        """Runs the passes of decoding once, so that none is compiled or recorded during an answer."""
         k = self.speculation.k
         for _ in range(max(self.target.lm.warm_up_rounds, 1)):
             requests = [Request(id=row, tokens=[0], max_new_tokens=k + 2) for row in range(batch_size)]

@@ -329,7 +329,7 @@ class CausalLM:
 
     @property
     def warm_up_rounds(self) -> int:
-        """Passes of a shape until it is compiled and recorded; 0 without either."""
+        """See `Forward`."""
         return self._compute.warm_up_rounds
 
     def weight_bytes(self, weight: Tensor) -> int:

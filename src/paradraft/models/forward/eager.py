@@ -186,7 +186,6 @@ class EagerPass:
     """
 
     min_rows = 1
-    warm_up_rounds = 0
     is_native = False
 
     def __init__(self, model: PreTrainedModel, *, pad_to: int, cuda_graphs: bool) -> None:
@@ -194,6 +193,7 @@ class EagerPass:
         self._pad_to = pad_to
         self._added: Tensor | None = None
         self.replays: Replays | None = replays_on(model.device) if cuda_graphs else None
+        self.warm_up_rounds = 0 if self.replays is None else 2
 
     @property
     def threads(self) -> int:

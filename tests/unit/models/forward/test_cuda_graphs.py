@@ -149,6 +149,29 @@ def test_a_full_cache_is_not_overrun(pair: Pair, monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(one[0], other[0], rtol=1e-9, atol=1e-9)
 
 
+def test_added_embeddings_are_those_of_the_last_call(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards prompt tokens against a recording that reads the rows of an earlier call."""
+    replay_everything(monkeypatch)
+    lms = pair()
+    for turn in range(3):
+        rows = torch.randn(2, 32, generator=torch.Generator().manual_seed(turn), dtype=torch.float64)
+        (ids, _) = (lm.add_embeddings(rows.to(lm.model.dtype)) for lm in lms)
+        found = []
+        for lm in lms:
+            prefilled(lm, prompts(7))
+            tokens = torch.tensor([[5, ids[0], ids[1]]])
+            found.append([lm.forward(tokens).logits for _ in range(3)])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    assert Recorder.recorded == 3
+
+
+def test_recorded_passes_are_warmed_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the first answers of a server, which would pay for the recordings."""
+    replay_everything(monkeypatch)
+    assert pair()[0].warm_up_rounds == 2
+
+
 def test_a_recording_that_is_wrong_for_one_row_is_found_out() -> None:
     """Guards large batches in bf16, over which one row's error is a small one."""
     expected = torch.randn(16, 3, 64, dtype=torch.bfloat16)
