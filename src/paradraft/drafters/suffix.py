@@ -7,7 +7,7 @@ lengths the one whose tree is expected to have most accepted tokens is taken. Th
 requests too; this drafter reads its own row only, so that its drafts depend on nothing else.
 
 A match of m tokens drafts at most m + 1: the longer it is, the more of what follows is right. The paper's cap is a
-multiple of m; this one was the fastest on recorded answers of three real models at the costs of their passes.
+multiple of m (docs/decisions.md, 107).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Config:
     """Settings of the drafter.
 
     Args:
-        depth: longest match, in tokens, 1 to 1024.
-        places: most earlier places that are compared, the latest ones, 1 to 4096.
-        floor: least estimated probability of a drafted path, 0 to 1.
+        depth: longest match, in tokens, 1 to 256; drafts have one more at most.
+        places: most earlier places that are compared, the latest ones, 1 to 1024.
+        floor: least estimated probability of a drafted path, 0 to 1; 0 drafts whatever has followed.
     """
 
     depth: int = 24
@@ -45,7 +45,7 @@ class Config:
     floor: float = 0.1
 
     def __post_init__(self) -> None:
-        for name, least, most in (("depth", 1, 1024), ("places", 1, 4096), ("floor", 0, 1)):
+        for name, least, most in (("depth", 1, 256), ("places", 1, 1024), ("floor", 0, 1)):
             if not least <= (value := getattr(self, name)) <= most:
                 raise ValueError(f"{name}={value}: use {least} to {most}")
 
@@ -64,6 +64,11 @@ class Node:
     parent: int
     value: float
     sure: float
+
+
+def expected(nodes: list[Node]) -> float:
+    """How many nodes are accepted on average, if their values are right."""
+    return sum(node.value for node in nodes)
 
 
 class Text:
@@ -103,9 +108,11 @@ class Text:
         """The nodes of the draft that is expected to have most accepted tokens, at most K deep."""
         matches, best = self.matches(depth=config.depth, places=config.places), list[Node]()
         for least in sorted({length for _, length in matches}, reverse=True):
+            if best and min(k, least + 1) <= expected(best):
+                break  # of the nodes at one depth one is accepted at most, so shorter matches expect no more
             places = [place for place, length in matches if length >= least]
             nodes = self._likeliest(places, min(k, least + 1), config.floor, tree)
-            best = max(best, nodes, key=lambda each: sum(node.value for node in each))
+            best = max(best, nodes, key=expected)
         return best
 
     def _likeliest(self, places: list[int], depth: int, floor: float, tree: Tree | None) -> list[Node]:

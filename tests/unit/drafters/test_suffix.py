@@ -73,6 +73,49 @@ def test_values_are_products_of_shares(tree: Tree | None) -> None:
     assert (branched > 20) == (tree is not None)
 
 
+def scores(whole: list[int], k: int, config: Config) -> dict[int, float]:
+    """By match length, the expected accepted tokens of the likeliest chain, counted over all places."""
+    places = [place for place in range(len(whole) - 1, 0, -1) if whole[place - 1] == whole[-1]]
+    found = {}
+    for least in {min(common(whole[:place], whole), config.depth) for place in places}:
+        path: list[int] = []
+        chance, found[least] = 1.0, 0.0
+        while len(path) < min(k, least + 1) and (counts := followers(whole, path, least, places)):
+            token, count = counts.most_common(1)[0]
+            chance *= count / counts.total()
+            if chance < config.floor:
+                break
+            path.append(token)
+            found[least] += chance
+    return found
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.4])
+def test_the_length_that_expects_most_is_taken(floor: float) -> None:
+    """Guards the choice between match lengths, for which any of them has right values, and the floor."""
+    config, differing = Config(depth=8, places=64, floor=floor), 0
+    for whole in texts(80):
+        nodes, expected = Text(whole).draft(config, 5, None), scores(whole, 5, config)
+        assert sum(node.value for node in nodes) == pytest.approx(max(expected.values(), default=0.0))
+        assert all(node.value >= floor for node in nodes)
+        differing += len({round(each, 6) for each in expected.values()}) > 1
+    assert differing > 20
+
+
+def test_a_floor_that_is_met_is_enough() -> None:
+    """Guards the border: 5 and 6 follow 1 once each."""
+    text = Text([1, 5, 2, 1, 6, 3, 1])
+    assert len(text.draft(Config(depth=1, floor=0.5), 1, Tree(budget=4))) == 2
+    assert not text.draft(Config(depth=1, floor=0.51), 1, Tree(budget=4))
+
+
+def test_the_default_depth_is_24_tokens() -> None:
+    """Guards the default depth: the last place matches over 20 tokens, an earlier one over more."""
+    before, rest = list(range(10, 14)), list(range(20, 40))
+    text = Text([*before, *rest, 1, 2, 3, 0, *rest, 4, 5, 6, *before, *rest])
+    assert [node.token for node in text.draft(Config(), 2, None)] == [1, 2]
+
+
 def test_a_longer_match_wins_where_it_is_as_sure() -> None:
     """Guards the choice between lengths: 9 follows 1 2 3 each time, and 8 follows 3 more often."""
     text = Text([3, 8, 7, 3, 8, 6, 3, 8, 5, 1, 2, 3, 9, 4, 1, 2, 3])
@@ -100,6 +143,9 @@ def test_rows_follow_their_order() -> None:
     assert draft.tokens.tolist() == [[4, 5, 6], [-1, -1, -1], [-1, -1, -1]]
     assert draft.confidence is not None and draft.confidence.tolist()[0] == [1.0] * 3
     assert drafter.propose([0, 0, 4]).tokens[2].tolist() == [2, 1]
+    drafter.start(Drafting(tree=Tree(budget=4)), CPU)
+    drafter.join([Request(tokens=tokens) for tokens in prompts], Committed(tokens=prompts))
+    assert drafter.propose([0, 0, 2]).tokens.tolist() == [[-1, -1], [-1, -1], [6, 4]]
 
 
 @pytest.mark.parametrize(
