@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -36,7 +37,10 @@ def test_plan_from_a_benchmark(
     assert outcome.code == 0, outcome.err
     assert "warning: --seed has no effect with --acceptance" in outcome.err
     assert outcome.err.count("warning") == 1
-    assert "vs AR+" in outcome.out and "k=2" in outcome.out
+    assert "vs AR+" in outcome.out
+    assert re.search(
+        r"^pays from this acceptance length .*, batch 2: k=1 [\d.]+ \([\d.]+\), k=2 [\d.]+ ", outcome.out, re.M
+    )
     last, plan = json.loads(outcome.out.splitlines()[-1]), json.loads(result.read_text(encoding="utf-8"))
     assert last["chosen"].keys() == {"2"}
     assert last["chains"] == plan["chains"]

@@ -56,6 +56,33 @@ def table(plan: dict[str, Any], title: str) -> FoldingTable:
     return result
 
 
+def break_even(plan: dict[str, Any]) -> list[str]:
+    """For each batch size, the acceptance length from which each way is faster than plain decoding.
+
+    That is the time of its rounds over that of a plain round. Of this the target's pass is what remains with a drafter
+    that takes no time.
+
+    >>> round_ms = {"draft": 0.0, "verify": 9.0, "rest": 1.0}
+    >>> drafted_ms = {"draft": 4.0, "verify": 11.0, "rest": 1.0}
+    >>> break_even({"costs_ms": {1: {"plain": round_ms, "k=4": drafted_ms}}})
+    ["pays from this acceptance length (without the drafter's time), batch 1: k=4 1.60 (1.20)"]
+    """
+    found = []
+    for batch, of_way in plan["costs_ms"].items():
+        plain = _round_ms(of_way[PLAIN.name])
+        ways = [
+            f"{way} {_round_ms(cost) / plain:.2f} ({(_round_ms(cost) - cost['draft']) / plain:.2f})"
+            for way, cost in of_way.items()
+            if way != PLAIN.name
+        ]
+        found.append(f"pays from this acceptance length (without the drafter's time), batch {batch}: {', '.join(ways)}")
+    return found
+
+
+def _round_ms(cost: dict[str, float]) -> float:
+    return cost["draft"] + cost["verify"] + cost["rest"]
+
+
 def shown(plan: dict[str, Any]) -> list[dict[str, Any]]:
     """The predictions in the table, plain decoding first at each batch size."""
     rows = [

@@ -158,7 +158,7 @@ def _plan_lengths(
     from paradraft.bench.setup import source_of
     from paradraft.export.engines import lines
     from paradraft.plan.plan import DRAFT, run_plan
-    from paradraft.plan.report import plot, table
+    from paradraft.plan.report import break_even, plot, table
     from paradraft.plan.steadiness import unsteady_plan
     from paradraft.plan.task import PlanTask, doubts, known_of
 
@@ -188,6 +188,7 @@ def _plan_lengths(
     console().print(table(result, title))
     if (unsteady := unsteady_plan(result)) is not None:
         print(unsteady)
+    print("\n".join(break_even(result)))
     print("\n".join(lines(result["chains"], speculation.drafter, speculation.draft or DRAFT)))
     output.write(result)
     if args.plot_file is not None:
