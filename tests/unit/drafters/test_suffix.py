@@ -39,7 +39,7 @@ def test_matches_are_those_of_a_search() -> None:
 
 
 def followers(whole: list[int], path: list[int], least: int, places: list[int]) -> Counter[int]:
-    """What follows a path at the places that match over at least so many tokens."""
+    """Counts of the tokens after a path, at the places that match over `least` tokens or more."""
     at = [place for place in places if common(whole[:place], whole) >= least]
     at = [place + len(path) for place in at if whole[place : place + len(path)] == path]
     return Counter(whole[place] for place in at if place < len(whole))
