@@ -42,8 +42,8 @@ RUNTIMES = {
 }
 """Where equality is exact; compiled passes on a CPU are those in C++, and replayed ones stand for those of a GPU."""
 LENGTHS = [1, 2, 5, 8]
-QUICK = {"eager, float64": [], "compiled, float32": [2, 8], "compiled, bfloat16": [1], REPLAYED: []}
-"""The lengths of drafts that `make test` tries where passes are slow; `make test-long` tries all, as others do."""
+QUICK = [("compiled, float32", 2), ("compiled, float32", 8), ("compiled, bfloat16", 1)]
+"""The lengths of drafts that `make test` tries."""
 PROMPTS = ["a", "helloworld", "abcabcabcabcabc", "The0quick1brown2fox"]
 SAMPLINGS = [
     Sampling(),
@@ -97,11 +97,7 @@ def plain_answers(family: Path, runtime: Runtime) -> Answers:
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize(
     ("runtime", "k"),
-    [
-        pytest.param(runtime, k, marks=() if k in QUICK.get(runtime, LENGTHS) else pytest.mark.slow)
-        for runtime in RUNTIMES
-        for k in LENGTHS
-    ],
+    mostly_slow(itertools.product(RUNTIMES, LENGTHS), quick=QUICK),
     indirect=["runtime"],
 )
 def test_text_equals_plain_decoding(family: Path, plain_answers: Answers, name: str, k: int) -> None:

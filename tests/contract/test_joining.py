@@ -52,11 +52,7 @@ SHAPES: dict[str, Tree | None] = {
 QUICK = {"eager, float64": ["chain"], "C++, float32": ["fixed"], "C++, bfloat16": ["chain", "grown"]}
 """What `make test` tries, of every drafter; `make test-long` tries every shape in every arithmetic."""
 CASES = [(name, shape) for name in DRAFTERS for shape in SHAPES if shape == "chain" or branches(name)]
-RUNTIMES_AND_CASES = [
-    pytest.param(runtime, name, shape, marks=() if shape in QUICK[runtime] else pytest.mark.slow)
-    for runtime in RUNTIMES
-    for name, shape in CASES
-]
+RUNTIMES_AND_CASES = [(runtime, name, shape) for runtime in RUNTIMES for name, shape in CASES]
 SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0.8, seed=1),
@@ -217,7 +213,11 @@ def expected(loaded: Load) -> Expected:
     return plain_answers(loaded("none"))
 
 
-@pytest.mark.parametrize(("loaded", "name", "shape"), RUNTIMES_AND_CASES, indirect=["loaded"])
+@pytest.mark.parametrize(
+    ("loaded", "name", "shape"),
+    mostly_slow(RUNTIMES_AND_CASES, quick=[case for case in RUNTIMES_AND_CASES if case[2] in QUICK[case[0]]]),
+    indirect=["loaded"],
+)
 def test_requests_that_join_get_what_they_get_alone(loaded: Load, expected: Expected, name: str, shape: str) -> None:
     """Guards continuous batching, of every drafter, as chains and trees: 24 schedules, of which the slow passes of the
     model's own code take a third, whose requests have prompts, settings, seeds, limits, stops and processors of their
@@ -308,15 +308,16 @@ def test_passes_that_need_two_rows_get_them(loaded: Load, expected: Expected, mo
     assert [rows for rows, total in passes if total > 1] and all(rows > 1 for rows, total in passes if total > 1)
 
 
+INDEPENDENT_ROWS = [
+    (runtime, name, shape)
+    for runtime, name, shape in RUNTIMES_AND_CASES
+    if name != "none" and not drafter_class(name).traits.depends_on_rounds and drafter_class(name).traits.parts == 1
+]
+
+
 @pytest.mark.parametrize(
     ("loaded", "name", "shape"),
-    [
-        pytest.param(*case.values, marks=() if case.values[0] == "C++, bfloat16" else pytest.mark.slow)
-        for case in RUNTIMES_AND_CASES
-        if case.values[1] != "none"
-        and not drafter_class(case.values[1]).traits.depends_on_rounds
-        and drafter_class(case.values[1]).traits.parts == 1
-    ],
+    mostly_slow(INDEPENDENT_ROWS, quick=[case for case in INDEPENDENT_ROWS if case[0] == "C++, bfloat16"]),
     indirect=["loaded"],
 )
 def test_rows_do_not_disturb_each_other_under_the_rejection_rule(

@@ -1,11 +1,12 @@
 """Everything together: random drafters, trees, lengths, batches, settings and stops against plain decoding, row by row.
 
-Each number is one configuration and its own random seed, so a failure names what to run again. 125 run in C++ in
-`make test`, and 50 of them by torch, which is slower; 10,000 more of both in `make test-long`.
+Each number is one configuration and its own random seed, so a failure names what to run again. 50 run in C++
+and by torch in `make test`, 10,000 more of both in `make test-long`.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
 from paradraft.verify import match
 from tests.support.drafts import DRAFTERS, draft_of
+from tests.support.quick import mostly_slow
 from tests.support.rules import replace_rule
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -37,7 +39,7 @@ RUNTIMES = {
 
 
 BLOCKS = range(8)
-QUICK = {"eager": BLOCKS[:2], "compiled": BLOCKS[:2]}
+QUICK = BLOCKS[:2]
 """Blocks of 25 that `make test` tries; more than the first 40 configurations, which the control catches faults in."""
 
 
@@ -123,11 +125,7 @@ def check(number: int, engines: dict[str, Engine]) -> None:
 
 @pytest.mark.parametrize(
     ("engines", "block"),
-    [
-        pytest.param(runtime, block, marks=() if block in QUICK[runtime] else pytest.mark.slow)
-        for runtime in RUNTIMES
-        for block in BLOCKS
-    ],
+    mostly_slow(itertools.product(RUNTIMES, BLOCKS), quick=[*itertools.product(RUNTIMES, QUICK)]),
     indirect=["engines"],
 )
 def test_random_configurations(engines: dict[str, Engine], block: int) -> None:

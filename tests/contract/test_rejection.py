@@ -14,19 +14,16 @@ from paradraft.engine.speculation import Speculation
 from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
 from tests.contract.test_every_drafter import PROMPTS, engine
+from tests.support.quick import mostly_slow
 
 DRAFTERS = [name for name in drafter_names() if name != "none" and not drafter_class(name).traits.needs_drawn]
 TREES = {"chain": None, "grown": Tree(budget=7), "fixed": Tree(paths=((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))}
+CASES = [(name, shape) for name in DRAFTERS for shape in TREES if shape == "chain" or branches(name)]
 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [
-        pytest.param(name, shape, marks=() if shape == "chain" or name == "pard" else pytest.mark.slow)
-        for name in DRAFTERS
-        for shape in TREES
-        if shape == "chain" or branches(name)
-    ],
+    mostly_slow(CASES, quick=[case for case in CASES if "chain" in case or "pard" in case]),
 )
 def test_the_distribution_is_the_targets(family: Path, name: str, shape: str) -> None:
     """Guards numbers that are used twice, wrong positions and a q that is not what was drawn from, which the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.conftest import VOCAB, tiny_tokenizer
 from tests.support.decoding import prefilled
 from tests.support.drafts import draft_of
 from tests.support.kinds import KINDS, WINDOW, model_of
+from tests.support.quick import mostly_slow
 from tests.support.trees import path_to, random_parents
 
 
@@ -147,11 +149,7 @@ TRAINED = ["medusa", "hydra", "eagle", "medusa_parallel", "eagle_parallel", "ppd
 
 @pytest.mark.parametrize(
     ("kind", "drafter"),
-    [
-        pytest.param(kind, drafter, marks=() if (kind, drafter) in SHOWN else pytest.mark.slow)
-        for kind in WHOLE
-        for drafter in TRAINED
-    ],
+    mostly_slow(itertools.product(WHOLE, TRAINED), quick=SHOWN),
 )
 def test_drafters_are_trained_for_all(kind: str, drafter: str, tmp_path: Path) -> None:
     """Guards training against layers that are built in another order or have parts of other names."""
