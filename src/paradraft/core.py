@@ -151,6 +151,8 @@ class Draft:
         probs: `[B, N, V]` the distribution that each token was drawn from, or None if tokens were chosen
             deterministically. That of a later sibling excludes the tokens of earlier ones.
         confidence: `[B, N]` the drafter's largest probability at each node, if known.
+        values: of each row and node, the estimated probability that the target accepts it and all above it, never above
+            its parent's; the drafter's class `estimates` them, or None.
         probes: prompt tokens that are read in the same pass; None without any.
 
     >>> Draft.chain(torch.tensor([[5, 6, 7]])).parents.tolist()
@@ -161,11 +163,13 @@ class Draft:
     parents: Tensor
     probs: Tensor | None = None
     confidence: Tensor | None = None
+    values: list[list[float]] | None = None
     probes: Probes | None = None
 
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 2 and self.tokens.shape == self.parents.shape
         assert self.probs is None or self.probs.shape[:2] == self.tokens.shape
+        assert self.values is None or len(self.values) == len(self.tokens)
         assert self.confidence is None or self.confidence.shape == self.tokens.shape
 
     @classmethod
@@ -194,6 +198,7 @@ class Draft:
             parents=self.parents[:, :width],
             probs=None if self.probs is None else self.probs[:, :width],
             confidence=None if self.confidence is None else self.confidence[:, :width],
+            values=self.values,
             probes=probes,
         )
 
@@ -201,13 +206,14 @@ class Draft:
     def union(cls, *drafts: Draft) -> Draft:
         """One tree of the nodes of all drafts, see `union_of_trees`; for drafts without `probs` and `probes`."""
         assert all(draft.probs is None and draft.probes is None for draft in drafts)
-        tokens, parents, surest = union_of_trees(
+        tokens, parents, surest, values = union_of_trees(
             [draft.lists[0] for draft in drafts],
             [draft.lists[1] for draft in drafts],
             [draft.confidence for draft in drafts],
+            [draft.values for draft in drafts],
             drafts[0].tokens.device,
         )
-        return cls(tokens=tokens, parents=parents, confidence=surest)
+        return cls(tokens=tokens, parents=parents, confidence=surest, values=values)
 
     @classmethod
     def empty(cls, batch_size: int, device: torch.device) -> Draft:

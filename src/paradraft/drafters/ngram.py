@@ -8,11 +8,14 @@ settings that ParallelSpec compares with, n-grams of 3 tokens and 10 drafted tok
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paradraft import ragged
 from paradraft.core import Draft
+from paradraft.drafters.parts.match_chance import LONG, chance
 from paradraft.drafters.parts.text_drafter import TextDrafter
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -37,7 +40,7 @@ class Config:
 class NgramDrafter(TextDrafter):
     """Drafts from the committed tokens."""
 
-    traits = Traits(label="n-gram", words="copies earlier text")
+    traits = Traits(label="n-gram", words="copies earlier text", estimates=True)
     # By default vLLM matches exactly five tokens, and would draft less than planned.
     serving = Serving(vllm="ngram", settings={"prompt_lookup_max": "max_ngram"}, options={"prompt_lookup_min": 1})
 
@@ -46,24 +49,43 @@ class NgramDrafter(TextDrafter):
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Drafts by `lookup`; rows without a match draft nothing."""
-        drafts = [lookup(text, k, self.config.max_ngram) for text, k in zip(self.texts, lengths, strict=True)]
-        return Draft.chain(ragged.from_lists(drafts, self.device))
+        tokens, values = [], []
+        for text, k in zip(self.texts, lengths, strict=True):
+            end = lookup(text, self.config.max_ngram) if k else len(text)
+            tokens.append(text[end : end + k])
+            values.append(values_of(len(tokens[-1]), matched(text, end)))
+        chain = Draft.chain(ragged.from_lists(tokens, self.device))
+        return Draft(tokens=chain.tokens, parents=chain.parents, values=values)
 
 
-def lookup(text: list[int], k: int, max_ngram: int) -> list[int]:
-    """The at most `k` tokens after the latest earlier occurrence of the longest known suffix.
+def lookup(text: list[int], max_ngram: int) -> int:
+    """The end of the latest earlier occurrence of the longest known suffix; the text's end without any.
 
-    >>> lookup([1, 2, 3, 9, 1, 2], 2, 3)
-    [3, 9]
-    >>> lookup([1, 2, 3], 2, 3)
-    []
+    >>> lookup([1, 2, 3, 9, 1, 2], 3), lookup([1, 2, 3], 3)
+    (2, 3)
     """
     for size in range(min(max_ngram, len(text) - 1), 0, -1):
         suffix = text[-size:]
         for start in range(len(text) - size - 1, -1, -1):
             if text[start : start + size] == suffix:
-                return text[start + size : start + size + k]
-    return []
+                return start + size
+    return len(text)
+
+
+def matched(text: list[int], end: int) -> int:
+    """How many tokens before an earlier end are those before the text's, at most `LONG`.
+
+    >>> matched([7, 1, 2, 3, 8, 1, 2], 3)
+    2
+    """
+    most = min(end, LONG)
+    return next((size for size in range(most) if text[end - 1 - size] != text[-1 - size]), most)
+
+
+def values_of(count: int, matched: int) -> list[float]:
+    """The values of a chain of tokens after a match."""
+    chances = (chance(matched + depth, 1, 1) for depth in range(count))
+    return list(itertools.accumulate(chances, operator.mul))
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> NgramDrafter:

@@ -2,18 +2,20 @@
 
 No model (Oliaro, Jia, Campos & Qiao 2024, "SuffixDecoding", arXiv 2411.04975). Earlier places whose last tokens are
 those of the text match it over some length. The places that match over at least that length vote on what follows: the
-share of a token among them estimates its chance, and the tree of the likeliest continuations is the draft. Of all
-lengths the one whose tree is expected to have most accepted tokens is taken. The paper's tries hold the texts of other
-requests too; this drafter reads its own row only, so that its drafts depend on nothing else.
+share of a token among them and the length of the match give its chance, and the tree of the likeliest continuations is
+the draft. Of all lengths the one whose tree is expected to have most accepted tokens is taken. The paper's tries hold
+the texts of other requests too; this drafter reads its own row only, so that its drafts depend on nothing else.
 
-A match of m tokens drafts at most m + 1: the longer it is, the more of what follows is right. The paper's cap is a
-multiple of m (docs/decisions.md, 107).
+The paper takes the share alone as the chance, and bounds the depth by a multiple of the match length. But after a match
+of one token a quarter of the unanimous votes are right, after one of ten nearly all (docs/decisions.md, 107): `chance`
+knows, so that a draft ends where the expected gain does.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.drafters.parts.match_chance import chance
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.parents import parents_of_chains
@@ -35,14 +38,14 @@ class Config:
     """Settings of the drafter.
 
     Args:
-        depth: longest match, in tokens, 1 to 256; drafts have one more at most.
+        depth: longest match, in tokens, 1 to 256.
         places: most earlier places that are compared, the latest ones, 1 to 1024.
         floor: least estimated probability of a drafted path, 0 to 1; 0 drafts whatever has followed.
     """
 
     depth: int = 24
     places: int = 64
-    floor: float = 0.1
+    floor: float = 0.05
 
     def __post_init__(self) -> None:
         for name, least, most in (("depth", 1, 256), ("places", 1, 1024), ("floor", 0, 1)):
@@ -78,7 +81,7 @@ class Text:
     >>> text.matches(depth=8, places=8)
     [(2, 2)]
     >>> [node.token for node in text.draft(Config(), 8, None)]
-    [3, 9, 1]
+    [3, 9, 1, 2]
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -108,36 +111,43 @@ class Text:
         """The nodes of the draft that is expected to have most accepted tokens, at most K deep."""
         matches, best = self.matches(depth=config.depth, places=config.places), list[Node]()
         for least in sorted({length for _, length in matches}, reverse=True):
-            if best and min(k, least + 1) <= expected(best):
-                break  # of the nodes at one depth one is accepted at most, so shorter matches expect no more
+            if best and self._most(least, k, len(matches)) <= expected(best):
+                break
             places = [place for place, length in matches if length >= least]
-            nodes = self._likeliest(places, min(k, least + 1), config.floor, tree)
+            nodes = self._likeliest(places, least, k, config.floor, tree)
             best = max(best, nodes, key=expected)
         return best
 
-    def _likeliest(self, places: list[int], depth: int, floor: float, tree: Tree | None) -> list[Node]:
-        """The continuations from some places: the likeliest chain, or the likeliest nodes of a tree."""
+    @staticmethod
+    def _most(least: int, k: int, places: int) -> float:
+        """Bound on `expected` after a match of this length or shorter: of the nodes at a depth one is accepted."""
+        chances = (chance(least + depth, places, places) for depth in range(k))
+        return sum(itertools.accumulate(chances, operator.mul))
+
+    def _likeliest(self, places: list[int], least: int, k: int, floor: float, tree: Tree | None) -> list[Node]:
+        """The continuations from places that match over `least` tokens: the likeliest chain, or nodes of a tree."""
         tokens, nodes = self.tokens, list[Node]()
-        width, most = (1, depth) if tree is None else (MOST_CANDIDATES, tree.nodes)
+        width, most = (1, k) if tree is None else (MOST_CANDIDATES, tree.nodes)
         paths = None if tree is None else tree.paths
         heap: list[tuple[float, int, tuple[int, ...], Node, list[int]]] = []
 
         def add_children(value: float, path: tuple[int, ...], parent: int, places: list[int]) -> None:
             places = [place for place in places if place < len(tokens)]
             counts = Counter(tokens[place] for place in places).most_common(width)
-            for rank, (token, count) in enumerate(counts):
-                chance, path_to_it = value * count / len(places), (*path, rank)
-                if chance >= floor and (paths is None or path_to_it in paths):
-                    node = Node(token=token, parent=parent, value=chance, sure=counts[0][1] / len(places))
+            for rank, (token, votes) in enumerate(counts):
+                of_path = value * chance(least + len(path), votes, len(places))
+                path_to_it = *path, rank
+                if of_path >= floor and (paths is None or path_to_it in paths):
+                    node = Node(token=token, parent=parent, value=of_path, sure=counts[0][1] / len(places))
                     after = [place + 1 for place in places if tokens[place] == token]
-                    heapq.heappush(heap, (-chance, next(order), path_to_it, node, after))
+                    heapq.heappush(heap, (-of_path, next(order), path_to_it, node, after))
 
         order = itertools.count()  # of equal nodes the first found, a parent before its children
         add_children(1.0, (), ABSENT, places)
         while heap and len(nodes) < most:
             _, _, path, node, places = heapq.heappop(heap)
             nodes.append(node)
-            if len(path) < depth:
+            if len(path) < k:
                 add_children(node.value, path, len(nodes) - 1, places)
         return nodes
 
@@ -145,7 +155,7 @@ class Text:
 class SuffixDrafter(Drafter):
     """Drafts from the committed tokens of each row."""
 
-    traits = Traits(words="what followed the longest earlier matches", branching="tree")
+    traits = Traits(words="what followed the longest earlier matches", branching="tree", estimates=True)
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -182,7 +192,8 @@ class SuffixDrafter(Drafter):
             N = tokens_BN.shape[1]
             rows = [[node.sure for node in nodes] + [0.0] * (N - len(nodes)) for nodes in drafts]
             sure = torch.tensor(rows, device=self._device).view(tokens_BN.shape)
-        return Draft(tokens=tokens_BN, parents=parents_BN, confidence=sure)
+        values = [[node.value for node in nodes] for nodes in drafts]
+        return Draft(tokens=tokens_BN, parents=parents_BN, confidence=sure, values=values)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> SuffixDrafter:

@@ -11,7 +11,7 @@ from typing import Any, overload
 from paradraft.core import Drafter, Request
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.generation import Generation
-from paradraft.decode.lengths.draft_length import POLICIES, Fixed, LengthPolicy
+from paradraft.decode.lengths.draft_length import Fixed, LengthPolicy, length_policy
 from paradraft.decode.payoff import Compared, Payoff
 from paradraft.decode.pearl.pearl import AheadBatch, best_gamma
 from paradraft.decode.pearl.remote import Span
@@ -65,7 +65,8 @@ class Engine:
         self.speculation = speculation
         # With other rules a plain round would change which text a seed gives.
         tries_plain = tries_plain and rule.same_tokens and not isinstance(drafter, NoDrafter)
-        self.lengths = Compared(POLICIES[speculation.lengths](speculation.depth), tries_plain=tries_plain)
+        policy = length_policy(speculation.lengths, speculation.depth, estimates=drafter.traits.estimates)
+        self.lengths = Compared(policy, tries_plain=tries_plain)
         self._batch = self.new_batch(kept_rows=kept_rows)
         self._scheduler = Scheduler(self._batch, self.in_round)
         self._answers = Answers(self._scheduler, target.tokenizer)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.drafters.ngram import Config, NgramDrafter, lookup
+from paradraft.drafters.ngram import Config, NgramDrafter, lookup, matched, values_of
 from paradraft.tree import ABSENT
 from tests.support.decoding import committed, requests, started
 
@@ -28,7 +28,10 @@ def naive(text: list[int], k: int, max_ngram: int) -> list[int]:
 @settings(deadline=None, max_examples=300)
 def test_lookup_equals_naive(text: list[int], k: int, max_ngram: int) -> None:
     """Guards against a suffix that finds itself, a short match before a long one, or an old place before a new."""
-    assert lookup(text, k, max_ngram) == naive(text, k, max_ngram)
+    end = lookup(text, max_ngram)
+    assert text[end : end + k] == naive(text, k, max_ngram)
+    sizes = [size for size in range(len(text)) if size <= end and text[end - size : end] == text[len(text) - size :]]
+    assert end == len(text) or matched(text, end) == max(sizes)
 
 
 def test_rows_without_a_match_are_absent() -> None:
@@ -39,6 +42,14 @@ def test_rows_without_a_match_are_absent() -> None:
     assert drafter.propose([0, 0]).tokens.shape == (2, 0)
     drafter.commit(committed([6, 7, 9], [1]))
     assert drafter.propose([2, 2]).tokens.tolist() == [[ABSENT] * 2, [2, 1]]
+
+
+def test_values_rise_with_the_match_and_fall_with_the_depth() -> None:
+    """Guards cuts: a match of ten tokens is worth more than one of two, whatever `max_ngram` is."""
+    drafter, repeated = NgramDrafter(Config(max_ngram=2)), list(range(10))
+    started(drafter, [[*repeated, 50, 51, 60, *repeated], [99, 8, 9, 50, 51, 8, 9], [1, 2]])
+    values = drafter.propose([2, 2, 2]).values
+    assert values == [values_of(2, 10), values_of(2, 2), []] and values[0][0] > values[0][1] > values[1][0]
 
 
 def test_rows_come_and_go() -> None:

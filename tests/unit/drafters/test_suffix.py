@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paradraft.core import Committed, Drafting, Request
-from paradraft.drafters.suffix import Config, SuffixDrafter, Text
+from paradraft.drafters.suffix import Config, SuffixDrafter, Text, chance
 from paradraft.tree import Tree
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def followers(whole: list[int], path: list[int], least: int, places: list[int]) 
 
 
 @pytest.mark.parametrize("tree", [None, Tree(budget=6)])
-def test_values_are_products_of_shares(tree: Tree | None) -> None:
+def test_values_are_products_of_chances(tree: Tree | None) -> None:
     """Guards the estimate that orders nodes and chooses between lengths, against counts over all places."""
     branched = 0
     for whole in texts(80):
@@ -60,15 +60,15 @@ def test_values_are_products_of_shares(tree: Tree | None) -> None:
         assert [node.value for node in nodes] == sorted((node.value for node in nodes), reverse=True)
 
         def value(path: list[int], least: int) -> float:
-            chance = 1.0
+            product = 1.0
             for depth in range(len(path)):
                 counts = followers(whole, path[:depth], least, places)  # noqa: B023  # called at once
-                chance *= counts[path[depth]] / max(counts.total(), 1)
-            return chance
+                votes = counts[path[depth]]
+                product *= chance(least + depth, votes, counts.total()) if votes else 0.0
+            return product
 
         own = [node.value for node in nodes]
-        fitting = [least for least in set(lengths) if [value(path, least) for path in paths] == pytest.approx(own)]
-        assert not nodes or any(max(map(len, paths)) <= least + 1 for least in fitting)
+        assert not nodes or any([value(path, least) for path in paths] == pytest.approx(own) for least in set(lengths))
         branched += len({node.parent for node in nodes}) < len(nodes)
     assert (branched > 20) == (tree is not None)
 
@@ -79,14 +79,14 @@ def scores(whole: list[int], k: int, config: Config) -> dict[int, float]:
     found = {}
     for least in {min(common(whole[:place], whole), config.depth) for place in places}:
         path: list[int] = []
-        chance, found[least] = 1.0, 0.0
-        while len(path) < min(k, least + 1) and (counts := followers(whole, path, least, places)):
-            token, count = counts.most_common(1)[0]
-            chance *= count / counts.total()
-            if chance < config.floor:
+        value, found[least] = 1.0, 0.0
+        while len(path) < k and (counts := followers(whole, path, least, places)):
+            token, votes = counts.most_common(1)[0]
+            value *= chance(least + len(path), votes, counts.total())
+            if value < config.floor:
                 break
             path.append(token)
-            found[least] += chance
+            found[least] += value
     return found
 
 
@@ -104,9 +104,19 @@ def test_the_length_that_expects_most_is_taken(floor: float) -> None:
 
 def test_a_floor_that_is_met_is_enough() -> None:
     """Guards the border: 5 and 6 follow 1 once each."""
-    text = Text([1, 5, 2, 1, 6, 3, 1])
-    assert len(text.draft(Config(depth=1, floor=0.5), 1, Tree(budget=4))) == 2
-    assert not text.draft(Config(depth=1, floor=0.51), 1, Tree(budget=4))
+    text, border = Text([1, 5, 2, 1, 6, 3, 1]), chance(1, 1, 2)
+    assert len(text.draft(Config(depth=1, floor=border), 1, Tree(budget=4))) == 2
+    assert not text.draft(Config(depth=1, floor=border + 1e-6), 1, Tree(budget=4))
+
+
+def test_no_chance_is_above_the_share_and_more_context_is_never_worse() -> None:
+    """Guards siblings whose chances must not exceed 1 together, and the bound that ends the search over lengths."""
+    for of in range(1, 9):
+        for votes in range(1, of + 1):
+            chances = [chance(matched, votes, of) for matched in range(1, 40)]
+            assert chances == sorted(chances) and max(chances) <= votes / of
+            assert votes == of or chance(5, votes, of) < chance(5, votes + 1, of)
+            assert chance(5, votes, votes) <= chance(5, votes + 1, votes + 1)
 
 
 def test_the_default_depth_is_24_tokens() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paradraft.core import Draft, Request
 from paradraft.decode.lengths.expected_length import Expected
+from paradraft.decode.lengths.valued_drafts import ValuedDrafts
 from paradraft.decode.stats import RoundOutput
 from paradraft.parents import ancestors
 from paradraft.tree import Tree
@@ -142,3 +143,8 @@ POLICIES: dict[str, Callable[[int], LengthPolicy]] = {
     "fixed": Fixed, "heuristic": Heuristic, "confidence": Confidence, "expected": Expected,
 }  # fmt: skip
 """Policies by name; each is constructed from K."""
+
+
+def length_policy(name: str, k: int, *, estimates: bool) -> LengthPolicy:
+    """The policy of this name for a drafter, whose traits say whether it `estimates` the values of its nodes."""
+    return ValuedDrafts(k) if name == "expected" and estimates else POLICIES[name](k)

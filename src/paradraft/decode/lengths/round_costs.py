@@ -65,6 +65,12 @@ class PassTimes:
         """Whether `LAST` times of about this size were measured."""
         return len(self._groups.get(self._group(size), ())) == self.LAST
 
+    def at_least(self, size: float) -> float:
+        """A lower bound of the time of a size that was not measured twice: that of a smaller one. Else `of`."""
+        if len(self._groups.get(self._group(size), ())) > 1:
+            return self.of(size)
+        return max((seconds for measured, seconds in self.points if measured < size), default=0.0)
+
     def of(self, size: float) -> float:
         """The interpolated time of a size; linear above the largest measured size, constant below the smallest.
         the smallest constant.
@@ -127,6 +133,10 @@ class RoundCosts:
         """
         more = self._draft_time(len(nodes), depth) if nodes else 0.0
         return self._target_s.of(self._size(rows, nodes)) + more + self._other_s
+
+    def seconds_after_drafting(self, rows: int, nodes: Sequence[float]) -> float:
+        """`seconds` without the drafter's, and a lower bound for passes of a size that was not measured twice."""
+        return self._target_s.at_least(self._size(rows, nodes)) + self._other_s
 
     def reading_s(self) -> float:
         """The drafter's prefill time per token."""

@@ -1,0 +1,156 @@
+"""Cuts by value: the best of all, and speeds near those of a policy that knows all times."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from paradraft.core import Draft
+from paradraft.decode.lengths.valued_drafts import ValuedDrafts, most_worth
+from paradraft.ragged import from_lists
+from paradraft.tree import ABSENT, Tree
+from tests.support.decoding import requests, round_of
+
+CPU = torch.device("cpu")
+
+
+def steps(tokens: float) -> float:
+    """A pass whose time rises with every fourth token."""
+    return 1.0 + 0.25 * (tokens - 1) + 0.5 * ((tokens - 1) // 4)
+
+
+def flat(tokens: float) -> float:
+    return 1.0 + 0.01 * (tokens - 1)
+
+
+def test_the_cut_is_the_best_of_all() -> None:
+    """Guards cuts of batches, against the rates of all subsets, with times that rise in steps."""
+    chooser = random.Random(1)
+    for _ in range(40):
+        values = [sorted((chooser.random() for _ in range(chooser.randint(0, 4))), reverse=True) for _ in range(2)]
+        kept, rate = most_worth(values, lambda nodes: steps(2 + sum(nodes)))
+        rates = [
+            (2 + sum(sum(row[:count]) for row, count in zip(values, counts, strict=True))) / steps(2 + sum(counts))
+            for counts in itertools.product(*(range(len(row) + 1) for row in values))
+        ]
+        assert rate == pytest.approx(max(rates))
+        own = [sum(itertools.compress(row, mask)) for row, mask in zip(values, kept, strict=True)]
+        assert (2 + sum(own)) / steps(2 + sum(map(sum, kept))) == pytest.approx(rate)
+
+
+class Run:
+    """Decoding of a row whose drafts have known values and whose passes have known times."""
+
+    def __init__(
+        self, policy: ValuedDrafts, target_s: Callable[[float], float], *, disturbed: Sequence[int] = ()
+    ) -> None:
+        self.policy, self.target_s, self.disturbed = policy, target_s, disturbed
+        self.chooser = random.Random(0)
+        self.kept: list[int] = []
+        self.tokens, self.seconds, self.rounds, self.ideal = 0, 0.0, 0, 0.0
+        policy.start(None, is_ragged=True)
+        policy.join(requests([[1]]))
+
+    def run(self, rounds: int, drafts: Sequence[Sequence[float]], right: float = 1.0) -> None:
+        """Rounds with drafts of these values in turn, of which the share `right` is accepted as estimated."""
+        for index in range(rounds):
+            values = list(drafts[index % len(drafts)])
+            (k,) = self.policy.next()
+            values = values[:k]
+            draft = Draft.chain(torch.ones(1, len(values), dtype=torch.long))
+            draft = self.policy.cut(Draft(tokens=draft.tokens, parents=draft.parents, values=[values]))
+            nodes = draft.tokens.shape[1]
+            accepted, before = 0, 1.0
+            for value in values[:nodes]:
+                if self.chooser.random() * before >= value * right:
+                    break
+                accepted, before = accepted + 1, value
+            seconds = self.target_s(1 + nodes)
+            self.rounds += 1
+            slow = 10.0 if self.rounds in self.disturbed else 1.0
+            self.policy.observe(round_of([accepted], [nodes]), draft_s=0.0, verify_s=slow * seconds, other_s=0.0)
+            self.kept.append(nodes)
+            self.tokens += 1 + accepted
+            self.seconds += seconds
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second, as a multiple of plain decoding's."""
+        return self.tokens / self.seconds * self.target_s(1)
+
+
+SURE, UNSURE = [0.95**depth for depth in range(1, 9)], [0.2, 0.05, 0.01, 0.01]
+
+
+def best(drafts: Sequence[Sequence[float]], target_s: Callable[[float], float]) -> float:
+    """The speed of the best cuts of these drafts, in turn."""
+    rates = [most_worth([draft], lambda nodes: target_s(1 + sum(nodes)))[0] for draft in drafts]
+    counts = [sum(map(sum, kept)) for kept in rates]
+    tokens = sum(1 + sum(draft[:count]) for draft, count in zip(drafts, counts, strict=True))
+    return tokens / sum(target_s(1 + count) for count in counts) * target_s(1)
+
+
+@pytest.mark.parametrize("target_s", [steps, flat])
+@pytest.mark.parametrize("drafts", [[SURE], [SURE, UNSURE, UNSURE], [UNSURE], [[0.6, 0.3], SURE, []]])
+def test_it_is_nearly_as_fast_as_with_all_times_known(
+    target_s: Callable[[float], float], drafts: list[list[float]]
+) -> None:
+    run = Run(ValuedDrafts(8), target_s)
+    run.run(600, drafts)
+    assert run.speed > 0.95 * best(drafts, target_s)
+
+
+def test_useless_drafts_cost_next_to_nothing() -> None:
+    """Guards values that are too low to pay, and that are right."""
+    run = Run(ValuedDrafts(8), steps)
+    run.run(600, [UNSURE])
+    assert run.speed > 0.97 and sum(map(bool, run.kept)) < 30
+
+
+def test_a_disturbed_first_pass_is_tried_again() -> None:
+    """Guards the first draft, which took ten times as long as usual: drafts still begin to pay soon."""
+    run = Run(ValuedDrafts(8), flat, disturbed=(3, 4))
+    run.run(400, [SURE])
+    assert run.speed > 0.9 * best([SURE], flat)
+
+
+def test_plain_rounds_are_timed_now_and_then() -> None:
+    """Guards the comparison with plain decoding, and a machine that becomes slower for wide passes alone."""
+    run = Run(ValuedDrafts(8), flat)
+    run.run(800, [SURE])
+    plain = [index for index, kept in enumerate(run.kept) if not kept]
+    assert 8 <= len(plain) <= 20 and all(index + 1 in plain or index - 1 in plain for index in plain)
+
+
+def test_rows_share_a_pass() -> None:
+    """Guards batches: the row that is sure drafts, the other row does not, and padding stays absent."""
+    policy = ValuedDrafts(4)
+    policy.start(None, is_ragged=True)
+    policy.join(requests([[1], [2]]))
+    values = [[0.9, 0.8, 0.7], [0.1]]
+    draft = Draft(tokens=from_lists([[5, 6, 7], [8]], CPU), parents=from_lists([[-1, 0, 1], [-1]], CPU), values=values)
+    for _ in range(40):
+        is_drafting = any(policy.next())
+        drafted = policy.cut(draft) if is_drafting else Draft.empty(2, CPU)
+        nodes = [sum(token != ABSENT for token in row) for row in drafted.lists[0]]
+        seconds = 1.0 + 0.2 * sum(nodes)
+        policy.observe(round_of([0, 0], nodes), draft_s=0.0, verify_s=seconds, other_s=0.0)
+    assert drafted.lists[0] == [[5, 6, 7], [ABSENT] * 3]
+
+
+def test_equal_values_keep_ancestors() -> None:
+    """Guards the order: a parent comes before its child, and its row's others."""
+    kept, _ = most_worth([[0.5, 0.5, 0.5]], lambda nodes: 1.0 + (0.3, 0.5, 0.6, 9.0)[sum(nodes)])
+    assert kept == [[True, True, False]]
+
+
+def test_a_drafter_without_values_is_left_alone() -> None:
+    policy = ValuedDrafts(4)
+    policy.start(Tree(budget=3), is_ragged=True)
+    policy.join(requests([[1]]))
+    draft = Draft.chain(torch.ones(1, 3, dtype=torch.long))
+    assert policy.cut(draft) is draft
