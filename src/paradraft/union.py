@@ -19,22 +19,26 @@ def union_of_trees(
     tokens: Sequence[list[list[int]]],
     parents: Sequence[list[list[int]]],
     confidence: Sequence[Tensor | None],
+    values: Sequence[list[list[float]] | None],
     device: torch.device | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, list[list[float]] | None]:
     """Merges the trees of each row; see `merged`.
 
     Args:
         tokens: of each tree, B rows of n ids, `ABSENT` where a row has fewer nodes.
         parents: likewise.
         confidence: `[B, n]` of each tree, or None, which counts as 1.
+        values: of each tree, by row and node, or None.
 
     Returns:
-        Tokens, parents and confidence `[B, N]`. The confidence of a node is the largest that it has in any tree, and
-        None if no tree has any.
+        Tokens, parents and confidence `[B, N]`, and values by row and node. The confidence of a node is the largest
+        that it has in any tree, and None if no tree has any. So is its value, but None if some tree has none.
 
     >>> chains, tokens = [[-1, 0], [-1, 0]], [[[5, 6], [7, -1]], [[5, 8], [-1, -1]]]
-    >>> [part.tolist() for part in union_of_trees(tokens, [chains, chains], [None, None])[:2]]
-    [[[5, 6, 8], [7, -1, -1]], [[-1, 0, 0], [-1, -1, -1]]]
+    >>> values = [[[0.9, 0.5], [0.3]], [[0.8, 0.7], []]]
+    >>> union = union_of_trees(tokens, [chains, chains], [None, None], values)
+    >>> [part.tolist() for part in union[:2]], union[3]
+    ([[[5, 6, 8], [7, -1, -1]], [[-1, 0, 0], [-1, -1, -1]]], [[0.9, 0.5, 0.7], [0.3]])
     """
     trees = list(map(merged, *(zip(*parts, strict=True) for parts in (tokens, parents))))
     tokens_BN = ragged.from_lists([tree[0] for tree in trees], device)
@@ -42,15 +46,27 @@ def union_of_trees(
         parents_BN = parents_of_chains(*tokens_BN.shape, device)  # passes of chains are faster
     else:
         parents_BN = ragged.from_lists([tree[1] for tree in trees], device)
-    if not tokens_BN.shape[1] or all(values is None for values in confidence):
-        return tokens_BN, parents_BN, None
+    known = [each for each in values if each is not None]
+    largest = [_largest(*row) for row in zip(trees, *known, strict=True)] if len(known) == len(values) else None
+    if not tokens_BN.shape[1] or all(each is None for each in confidence):
+        return tokens_BN, parents_BN, None, largest
     surest_BN = torch.zeros(tokens_BN.shape, device=device)
     for index, values_Bn in enumerate(confidence):
         nodes_Bn = ragged.upload([tree[2][index] for tree in trees], device).view(len(trees), len(tokens[index][0]))
         values_Bn = torch.ones(nodes_Bn.shape, device=device) if values_Bn is None else values_Bn.float()
         values_Bn = values_Bn.masked_fill(nodes_Bn == ABSENT, 0.0)
         surest_BN = surest_BN.scatter_reduce(1, nodes_Bn.clamp(min=0), values_Bn, "amax")
-    return tokens_BN, parents_BN, surest_BN
+    return tokens_BN, parents_BN, surest_BN, largest
+
+
+def _largest(tree: tuple[list[int], list[int], list[list[int]]], *values: list[float]) -> list[float]:
+    """The largest value of each node of a union in any of its trees."""
+    found = [0.0] * len(tree[0])
+    for nodes, of_tree in zip(tree[2], values, strict=True):
+        for node, value in zip(nodes, of_tree, strict=False):  # absent nodes at the end have no value
+            if node != ABSENT:
+                found[node] = max(found[node], value)
+    return found
 
 
 def merged(

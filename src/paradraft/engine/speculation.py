@@ -153,7 +153,7 @@ class Speculation:
             )
         if self.gamma is not None and not drafter.traits.can_run_ahead:
             raise ValueError(f"gamma={self.gamma}: this drafter cannot draft ahead, leave gamma out")
-        if drafter.traits.parts > 1 and rule_class(self.verify).draws == "numbers":
+        if drafter.traits.parts > 1 and not drafter.traits.estimates and rule_class(self.verify).draws == "numbers":
             raise ValueError(
                 f"verify={self.verify!r}: drafters joined by + do not draw from one distribution, which this rule "
                 "needs: use verify='match', or one drafter"

@@ -16,7 +16,7 @@ from paradraft.bench.labels import labels
 from paradraft.bench.spec import Method
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.cli import main
-from paradraft.core import Draft, Drafter
+from paradraft.core import CHAINS, Draft, Drafter
 from paradraft.decode.batch import Batch
 from paradraft.decode.generation import Generation
 from paradraft.drafters import (
@@ -127,6 +127,39 @@ def test_kept_rows_are_those_of_each_part(family: Path, plain: Engine) -> None:
         while not batch.is_finished:
             batch.step()
         talks = [[*talk, *generation.tokens, 8, 9] for talk, generation in zip(talks, generations, strict=True)]
+
+
+def test_a_value_is_the_largest_of_any_part(plain: Engine) -> None:
+    """Guards cuts of unions: a node that both parts draft has the larger value, and no child is above its parent."""
+    parts = [load_drafter(name, plain.target, draft=None, runtime=RUNTIME) for name in ("ngram", "suffix")]
+    union = load_drafter("ngram+suffix", plain.target, draft=None, runtime=RUNTIME)
+    asked = requests([*PROMPTS, [1, 2, 3, 4, 5]])
+    shared = 0
+    for drafter in (*parts, union):
+        drafter.start(CHAINS, torch.device("cpu"))
+        drafter.join(asked, committed(*(request.tokens for request in asked)))
+    of_parts = [paths_of(part.propose([4] * len(asked))) for part in parts]
+    for row, of_union in enumerate(paths_of(union.propose([4] * len(asked)))):
+        rows = [of_part[row] for of_part in of_parts]
+        assert of_union == {
+            path: max(own[path] for own in rows if path in own) for path in {path for own in rows for path in own}
+        }
+        assert all(len(path) == 1 or value <= of_union[path[:-1]] for path, value in of_union.items())
+        shared += sum(path in rows[1] and value != rows[1][path] for path, value in rows[0].items())
+    assert shared
+
+
+def paths_of(draft: Draft) -> list[dict[tuple[int, ...], float]]:
+    """By row, the values by path."""
+    assert draft.values is not None
+    rows = []
+    for tokens, parents, values in zip(*draft.lists, draft.values, strict=True):
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(tokens[: len(values)], parents, strict=False):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        rows.append(dict(zip(paths, values, strict=True)))
+        assert all(token == ABSENT for token in tokens[len(values) :])
+    return rows
 
 
 class ShortLookahead(LookaheadDrafter):
@@ -259,6 +292,7 @@ def test_a_union_is_written_with_plus() -> None:
             {"drafter": "ngram:size=1+pard"},
             "'ngram_size=1' is no setting=value of it; its settings are ngram_max_ngram",
         ),
+        ({"drafter": "ngram+suffix", "tree": Tree(budget=8)}, "draft the tree of their chains: leave the tree out"),
         ({"drafter": "ngram+pard", "verify": "rejection"}, "do not draw from one distribution.*use verify='match'"),
         ({"drafter": "ngram+pard", "tree": Tree(budget=8)}, "draft the tree of their chains: leave the tree out"),
         (

@@ -2,7 +2,8 @@
 
 The target reads the nodes of all parts in one pass. Under the match rule the text does not depend on the draft. The
 rejection rule needs the distribution of a sibling given those before it, which may be another part's, so it refuses
-unions.
+unions with a part that draws. Parts that all estimate the values of their nodes choose them from the text alone: their
+unions are exact under any rule, and the length policy cuts them by the largest value of each node.
 """
 
 from __future__ import annotations
@@ -122,6 +123,7 @@ def traits_of_union(names: Sequence[str], traits: Sequence[Traits]) -> Traits:
         label=" + ".join(each.label or name for name, each in zip(names, traits, strict=True)),
         words="their drafts in one tree",
         needs_drawn=any(each.needs_drawn for each in traits),
+        estimates=all(each.estimates for each in traits),
         depends_on_rounds=any(each.depends_on_rounds for each in traits),
         parts=sum(each.parts for each in traits),
     )
