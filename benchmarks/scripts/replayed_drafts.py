@@ -4,7 +4,8 @@
 
 Under the match rule the target's tokens depend on seed and position only, so that drafts can be compared with the
 recorded text without a pass of the target: acceptance lengths are exact. Speeds are predicted from the measured costs
-of passes over 1, 5, 9 and 16 tokens, without prompts and without the drafter's time, which is in the file.
+of passes on two machines, without prompts and without the drafter's time, which is in the file. "By value" verifies the
+nodes that are worth their time, as `--lengths expected` does once it knows the costs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from paradraft.bench.report.summary import write_json
 from paradraft.bench.tasks import TASKS, prompt_of, read_questions
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.decode.lengths.valued_drafts import most_worth
 from paradraft.drafters.ngram import Config as NgramConfig
 from paradraft.drafters.ngram import NgramDrafter
 from paradraft.drafters.suffix import Config, SuffixDrafter
@@ -33,19 +35,27 @@ from paradraft.tree import ABSENT, Tree
 DEVICE = torch.device("cpu")
 FOLDER = Path(__file__).parents[1]
 RECORDED = "real-{}-{}-{}_epyc-avx512-2cores_2026-11-25.json"
-COSTS = "pass-costs-real-{}_epyc-avx512-2cores_2026-11-25.json"
+COSTS = {
+    "AVX-512": "pass-costs-real-{}_epyc-avx512-2cores_2026-11-25.json",
+    "AVX2": "pass-costs-real-{}_epyc-avx2-2cores_2026-11-26.json",
+}
+BINS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.01)
+"""Bounds of values, for the share of nodes that was accepted."""
 MODELS = {
     "qwen2.5-coder-1.5b": "qwen2.5-coder-1.5b-instruct.Q4_K_M.gguf",
     "qwen2.5-coder-0.5b": "qwen2.5-coder-0.5b-instruct.Q4_K_M.gguf",
     "smollm2-135m": "smollm2-135m-instruct.Q4_1.gguf",
 }
-Method = tuple[Callable[[], Drafter], int, Tree | None]
+Method = tuple[Callable[[], Drafter], int, Tree | None, bool]
 METHODS: dict[str, Method] = {
-    **{f"ngram, K = {k}": (lambda: NgramDrafter(NgramConfig()), k, None) for k in (4, 8)},
-    **{f"suffix, K = {k}": (lambda: SuffixDrafter(Config()), k, None) for k in (4, 8, 16)},
-    **{f"suffix, tree of {n}": (lambda: SuffixDrafter(Config()), 8, Tree(budget=n)) for n in (4, 8)},
+    **{f"ngram, K = {k}": (lambda: NgramDrafter(NgramConfig()), k, None, False) for k in (4, 8)},
+    **{f"suffix, K = {k}": (lambda: SuffixDrafter(Config()), k, None, False) for k in (4, 8)},
+    "ngram, by value": (lambda: NgramDrafter(NgramConfig()), 8, None, True),
+    "suffix, by value": (lambda: SuffixDrafter(Config()), 8, None, True),
+    "suffix, K = 16, by value": (lambda: SuffixDrafter(Config()), 16, None, True),
+    "suffix, tree of 8, by value": (lambda: SuffixDrafter(Config()), 8, Tree(budget=8), True),
 }
-"""Drafter, K and tree."""
+"""Drafter, K, tree, and whether drafts are cut by value."""
 
 
 def answers_of(model: str, task: str, temperature: str, folder: Path, data: Path) -> list[tuple[list[int], list[int]]]:
@@ -62,10 +72,10 @@ def answers_of(model: str, task: str, temperature: str, folder: Path, data: Path
     return [(encode_prompt(prompt, tokenizer), answer) for prompt, answer in zip(prompts, tokens, strict=True)]
 
 
-def cost_of(model: str) -> Callable[[int], float]:
+def cost_of(model: str, machine: str) -> Callable[[int], float]:
     """Milliseconds of a pass over some tokens, between the measured sizes on a line."""
-    (known,) = json.loads((FOLDER / COSTS.format(model)).read_text(encoding="utf-8"))["median_ms"].values()
-    points = sorted((int(size), ms) for size, ms in known.items())
+    (known,) = json.loads((FOLDER / COSTS[machine].format(model)).read_text(encoding="utf-8"))["median_ms"].values()
+    points = sorted((int(size), ms) for size, ms in known.items() if size.isdecimal())
 
     def cost(tokens: int) -> float:
         pairs = list(itertools.pairwise(points))
@@ -75,19 +85,27 @@ def cost_of(model: str) -> Callable[[int], float]:
     return cost
 
 
-def accepted(draft: Draft, answer: list[int]) -> int:
-    """The length of the drafted path that the answer begins with."""
+def accepted(draft: Draft, answer: list[int]) -> list[int]:
+    """The nodes of the drafted path that the answer begins with."""
     (tokens,), (parents,) = draft.lists
     children = {pair: node for node, pair in enumerate(zip(parents, tokens, strict=True))}
-    node, length = ABSENT, 0
-    while length < len(answer) and (node, answer[length]) in children:
-        node, length = children[node, answer[length]], length + 1
-    return length
+    path: list[int] = []
+    for token in answer:
+        node = children.get((path[-1] if path else ABSENT, token))
+        if node is None:
+            break
+        path.append(node)
+    return path
 
 
-def replay(method: Method, answers: list[tuple[list[int], list[int]]], cost: Callable[[int], float]) -> dict[str, Any]:
-    """Figures of a method over all answers."""
-    make, k, tree = method
+def replay(
+    method: Method,
+    answers: list[tuple[list[int], list[int]]],
+    cost: Callable[[int], float],
+    bins: dict[float, list[float]],
+) -> dict[str, Any]:
+    """Figures of a method over all answers; adds to `bins` the nodes, their values and those accepted."""
+    make, k, tree, is_cut = method
     rounds = tokens = drafted = 0
     target_ms = draft_s = 0.0
     for prompt, answer in answers:
@@ -98,7 +116,15 @@ def replay(method: Method, answers: list[tuple[list[int], list[int]]], cost: Cal
             begun_s = time.perf_counter()
             draft = drafter.propose([k])
             draft_s += time.perf_counter() - begun_s
-            new = answer[done : done + 1 + accepted(draft, answer[done:-1])]
+            (values,) = draft.values or ([],)
+            if is_cut:
+                (kept,), _ = most_worth([values], lambda nodes: cost(1 + nodes[0]))
+                draft = draft.where(torch.tensor([kept], dtype=torch.bool).view(draft.tokens.shape))
+            path = accepted(draft, answer[done:-1])
+            for node, value in enumerate(values[: draft.tokens.shape[1]]):
+                into = bins.setdefault(next(bound for bound in BINS if value < bound), [0, 0.0, 0])
+                into[0], into[1], into[2] = into[0] + 1, into[1] + value, into[2] + (node in path)
+            new = answer[done : done + 1 + len(path)]
             drafter.commit(Committed(tokens=[new]))
             done, tokens, rounds = done + len(new), tokens + len(new), rounds + 1
             drafted += draft.tokens.shape[1]
@@ -118,19 +144,24 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=FOLDER.parent / "build" / "real")
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
-    found = {}
+    found: dict[str, Any] = {}
+    bins: dict[str, dict[float, list[float]]] = {name: {} for name in METHODS}
     for model, named, temperature in itertools.product(MODELS, given.data, ("t0", "t0.8")):
         task, _, file = named.partition("=")
         answers = answers_of(model, task, temperature, given.models, Path(file))
-        cost = cost_of(model)
-        figures = {name: replay(method, answers, cost) for name, method in METHODS.items()}
-        found[f"{model} {task} {temperature}"] = figures
-        for name, one in figures.items():
-            print(
-                f"{model:20} {task:10} {temperature:5} {name:18} length {one['acceptance_length']:.2f}, "
-                f"drafted {one['drafted_per_round']:.2f}, {one['predicted_speedup']:.2f}x, {one['propose_us']:.0f} us"
-            )
-    write_json(given.json, {"replayed": found, "machine": describe_machine("cpu")})
+        for (name, method), machine in itertools.product(METHODS.items(), COSTS):
+            figures = replay(method, answers, cost_of(model, machine), bins[name])
+            found.setdefault(f"{model} {task} {temperature} {machine}", {})[name] = figures
+            line = f"{model:20} {task:10} {temperature:5} {machine:8} {name:28}"
+            print(line, *(f"{key} {value:.2f}" for key, value in figures.items()), flush=True)
+    values = {
+        name: [
+            {"below": bound, "nodes": count, "mean_value": total / count, "accepted": hits / count}
+            for bound, (count, total, hits) in sorted(of_method.items())
+        ]
+        for name, of_method in bins.items()
+    }
+    write_json(given.json, {"replayed": found, "values": values, "machine": describe_machine("cpu")})
 
 
 if __name__ == "__main__":
