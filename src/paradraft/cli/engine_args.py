@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from paradraft.cli import options
 from paradraft.cli.importing import importing
@@ -21,7 +22,7 @@ class EngineArgs:
     """Options of an engine; its target, drafter and placement."""
 
     target: options.Target
-    speculation: Speculation
+    speculation: Annotated[Speculation, options.AUTOMATIC]
     runtime: Runtime
     placement: Placement
 
@@ -31,10 +32,13 @@ class EngineArgs:
             from paradraft.engine.loader import load_engine
 
         with console(stderr=True).status("loading; the first time passes are built for this CPU"):
-            return load_engine(
+            engine = load_engine(
                 self.target, self.speculation, kept_rows=kept_rows, runtime=self.runtime, placement=self.placement,
                 tries_plain=True,
             )  # fmt: skip
+        if engine.speculation.reason is not None:
+            print(f"paradraft: {engine.speculation.reason}", file=sys.stderr)
+        return engine
 
 
 def warm_up(engine: Engine, batch_size: int) -> None:

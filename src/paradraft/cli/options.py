@@ -100,7 +100,10 @@ DRAFTERS = (
 
 OPTIONS: dict[type, dict[str, Any]] = {
     Speculation: {
-        "drafter": option(f"The drafter, {DRAFTERS} lookahead is for GPUs, where passes of many tokens are cheap."),
+        "drafter": option(
+            f"The drafter, {DRAFTERS} lookahead is for GPUs, where passes of many tokens are cheap. auto: the drafter "
+            "of --draft, else suffix where it cannot lose, else none."
+        ),
         "draft": option("Draft model; the pocket target brings its own."),
         "k": option(f"Most tokens drafted per round, 1 to {MOST_DRAFTED}.", "-k", "--k"),
         "verify": option(
@@ -202,6 +205,8 @@ class Offer:
 
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+AUTOMATIC = Offer(defaults={"drafter": "auto"})
+"""Options of `Speculation` in commands that decode for users."""
 FIXED = Offer(defaults={"lengths": "fixed"})
 """Options of `Speculation` in commands that examine drafts: all K tokens in every round, even if slower."""
 COMPILED = Offer(

@@ -53,8 +53,7 @@ class Engine:
         )
         rule = _checked_rule(target, drafter, speculation)
         target.lm.check_hidden_layers(drafter.hidden_layers)
-        kept_rows = whole_number("kept_rows", kept_rows)
-        if kept_rows < 0:
+        if (kept_rows := whole_number("kept_rows", kept_rows)) < 0:
             raise ValueError(f"kept_rows={kept_rows}: use 0 (keep none) or more")
         self.target = target
         self.drafter = drafter
@@ -65,7 +64,7 @@ class Engine:
         self.speculation = speculation
         # With other rules a plain round would change which text a seed gives.
         tries_plain = tries_plain and rule.same_tokens and not isinstance(drafter, NoDrafter)
-        policy = length_policy(speculation.lengths, speculation.depth, estimates=drafter.traits.estimates)
+        policy = length_policy(speculation.lengths, speculation.depth, drafter.traits)
         self.lengths = Compared(policy, tries_plain=tries_plain)
         self._batch = self.new_batch(kept_rows=kept_rows)
         self._scheduler = Scheduler(self._batch, self.in_round)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from paradraft.drafters import check_draft, drafter_class, drafter_config, drafter_names, split_settings
@@ -30,8 +30,9 @@ class Speculation:
 
     Args:
         drafter: one of `drafter_names()`, with settings if wanted, such as "ngram:max_ngram=5"; "none" decodes plainly;
-            several joined by `+`, such as "ngram+pard", draft one tree. An `Engine` gets the drafter itself, so a
-            drafter built by hand needs no name here.
+            several joined by `+`, such as "ngram+pard", draft one tree; "auto" is replaced before models are loaded
+            (`paradraft.engine.automatic`). An `Engine` gets the drafter itself, so a drafter built by hand needs no
+            name here.
         draft: the draft model, for drafters that have one; the pocket target brings its own.
         k: most tokens drafted per round (depth of the draft), 1 to 256. A drafter whose settings fix its trees
             (`Drafter.tree`) sets it to their depth.
@@ -46,6 +47,7 @@ class Speculation:
             `paradraft.decode.pearl.pearl`.
         overlap: PEARL's strategies: "pre" verifies the first token of a window while it is drafted, "post" drafts while
             the previous window is verified, "both".
+        reason: why "auto" chose the drafter, for users; None if they did.
 
     Raises:
         ValueError: a name or a setting of the drafter is unknown, a number is out of range, a path of the tree is
@@ -65,6 +67,7 @@ class Speculation:
     lengths: str = AUTO
     gamma: int | Literal["auto"] | None = None
     overlap: str = "both"
+    reason: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("drafter", "verify", "lengths"):
@@ -81,8 +84,12 @@ class Speculation:
         if self.tree is not None and not isinstance(self.tree, Tree):
             raise ValueError(f"tree={one_line(self.tree)}: use a Tree, such as Tree(budget=12)")
         # Last the imports of torch: the modules of drafter and rule.
-        config = drafter_config(self.drafter, self.draft)
         load_rule(self.verify)
+        if self.drafter == AUTO:
+            if self.gamma is not None:
+                raise ValueError(f"gamma={self.gamma}: name the drafter that drafts ahead")
+            return
+        config = drafter_config(self.drafter, self.draft)
         self._check_gamma()
         fixed_tree: Tree | None = getattr(config, "tree", None)
         if fixed_tree is not None:

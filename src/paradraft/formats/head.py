@@ -141,6 +141,12 @@ def is_head(name: str) -> bool:
     return isinstance(config, dict) and TARGET in config
 
 
+def kind_of(name: str) -> str:
+    """The drafter's name in the config of a checkpoint of this format; raises ValueError as `read_checkpoint`."""
+    with _reading(name, None):
+        return str(_read_config(name, None)[0].get("model_type"))
+
+
 def _read_config(name: str, kind: str | None) -> tuple[dict[str, Any], TargetIdentity]:
     config: dict[str, Any] = json.loads(file_of(name, CONFIG).read_bytes())
     if not isinstance(config, dict) or not isinstance(identity := config.pop(TARGET, None), dict | None):

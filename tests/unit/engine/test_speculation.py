@@ -125,7 +125,7 @@ def test_an_engine_says_which_lengths_it_drafts(family: Path, dtype: str, length
     target = str(family / "target")
     assert load(target, drafter="ngram", dtype=dtype).speculation.lengths == lengths
     assert load(target, drafter="ngram", dtype=dtype, lengths="heuristic").speculation.lengths == "heuristic"
-    assert load(target, dtype=dtype).speculation.lengths == "fixed"
+    assert load(target, drafter="none", dtype=dtype).speculation.lengths == "fixed"
 
 
 def test_a_benchmark_file_says_of_a_method_what_it_has() -> None:

@@ -80,7 +80,7 @@ def chat(context: typer.Context, *, args: ChatArgs) -> None:
     template_of(engine.target.tokenizer, variables)  # raises ValueError
     defaults = asked_by(engine.target, args.target, args.generation_config)
     sampling = completed(context, args.sampling, defaults)
-    warn_ignored(context, without_chance(sampling.is_greedy), *of_drafting(args.speculation, args.placement))
+    warn_ignored(context, without_chance(sampling.is_greedy), *of_drafting(engine.speculation, args.placement))
     if defaults or not sampling.is_greedy:
         hint = "; --generation-config none leaves out what the model asks for" if defaults else ""
         print(f"paradraft: {in_words(sampling)}{hint}", file=sys.stderr)

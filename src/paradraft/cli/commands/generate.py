@@ -90,7 +90,7 @@ def generate(context: typer.Context, *, args: GenerateArgs) -> None:
     warn_ignored(
         context,
         without_chance(args.sampling.is_greedy),
-        *of_drafting(args.speculation, args.placement),
+        *of_drafting(engine.speculation, args.placement),
         (args.prompts is None or not args.as_json, "without --prompts and --json", ["batch_size"]),
         (not any(conversations), "without conversations", ["chat_template_kwargs"]),
     )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 import typer
 
 from paradraft.cli.ignored import given, refuse, warn_ignored, without_drafter
+from paradraft.engine.automatic import drafter_of
 from paradraft.export.vllm import DEFAULT_PYTHON, speculative_config
 from paradraft.formats.pard import RANK
 from paradraft.models.config_check import check_capacity
@@ -52,7 +54,12 @@ def command_of(context: typer.Context, args: ServeArgs) -> VllmServer:
 
     Raises ValueError for options that vLLM lacks and models that it could not load.
     """
-    speculation, runtime = args.speculation, args.runtime
+    runtime = args.runtime
+    speculation = args.speculation
+    if speculation.drafter == AUTO:
+        speculation = replace(
+            speculation, drafter="none" if speculation.draft is None else drafter_of(speculation.draft)
+        )
     for name, fix in REFUSED.items():
         refuse(context, (name,), f"with --engine vllm: {fix}")
     if (rule := rule_class(speculation.verify)).warning is not None:

@@ -18,6 +18,7 @@ from paradraft.decode.lengths.expected_length import Expected
 from paradraft.decode.lengths.valued_drafts import ValuedDrafts
 from paradraft.decode.stats import RoundOutput
 from paradraft.parents import ancestors
+from paradraft.traits import Traits
 from paradraft.tree import Tree
 
 
@@ -145,6 +146,6 @@ POLICIES: dict[str, Callable[[int], LengthPolicy]] = {
 """Policies by name; each is constructed from K."""
 
 
-def length_policy(name: str, k: int, *, estimates: bool) -> LengthPolicy:
-    """The policy of this name for a drafter, whose traits say whether it `estimates` the values of its nodes."""
-    return ValuedDrafts(k) if name == "expected" and estimates else POLICIES[name](k)
+def length_policy(name: str, k: int, drafter: Traits) -> LengthPolicy:
+    """The policy of this name for a drafter with these traits."""
+    return ValuedDrafts(k) if name == "expected" and drafter.estimates else POLICIES[name](k)

@@ -1,0 +1,96 @@
+"""The drafter "auto": the one that fits a draft, else one that cannot lose, and the reason."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from paradraft import load
+from paradraft.cli import main
+from paradraft.engine.automatic import automatic, drafter_of
+from paradraft.engine.engine import Engine
+from paradraft.engine.speculation import Speculation
+from paradraft.models.runtime import Runtime
+from paradraft.sources.loading import pocket_folder
+from paradraft.tree import Tree
+
+AUTO = Speculation(drafter="auto")
+
+
+@pytest.mark.parametrize(("draft", "drafter"), [("pard", "pard"), ("draft", "autoregressive")])
+def test_a_draft_is_used_as_what_it_is(family: Path, tmp_path: Path, draft: str, drafter: str) -> None:
+    """Guards drafts that are named alone: by their config, and not by their folder's name."""
+    renamed = tmp_path / "mine"
+    renamed.symlink_to(family / draft)
+    chosen = automatic(str(family / "target"), Speculation(drafter="auto", draft=str(renamed)))
+    assert chosen.drafter == drafter and str(renamed) in str(chosen.reason)
+
+
+@pytest.mark.parametrize("drafter", ["eagle_parallel", "ppd", "pard"])
+def test_a_head_names_its_drafter(tmp_path: Path, drafter: str) -> None:
+    """Guards checkpoints whose model_type is the drafter's name, and the shipped PARD model."""
+    (tmp_path / "mine").symlink_to(pocket_folder(drafter))
+    assert drafter_of(str(tmp_path / "mine")) == drafter
+
+
+def test_without_a_draft_it_needs_no_model(family: Path) -> None:
+    chosen = automatic(str(family / "target"), Speculation(drafter="auto", k=5, tree=Tree(budget=7)))
+    assert chosen == Speculation(drafter="suffix", k=5, tree=Tree(budget=7)) and "suffix" in str(chosen.reason)
+    assert automatic("pocket", AUTO).drafter == "pard"
+    assert drafter_of("shape:llama-3.2-1b") == "autoregressive"
+
+
+def test_it_drafts_in_exact_passes_and_says_so(family: Path) -> None:
+    """Guards the default of `load`: passes in C++ draft, with lengths that follow measured times."""
+    engine = load(str(family / "target"), dtype="float32")
+    assert engine.target.lm.is_native and engine.speculation.drafter == "suffix"
+    assert engine.speculation.lengths == "expected" and engine.speculation.reason is not None
+
+
+@pytest.mark.parametrize(
+    ("settings", "drafter"),
+    [
+        ({}, "none"),
+        ({"verify": "rejection"}, "none"),
+        ({"lengths": "fixed"}, "suffix"),
+    ],
+)
+def test_it_does_not_draft_where_it_could_lose(family: Path, settings: dict[str, str], drafter: str) -> None:
+    """Guards passes by torch, whose logits depend on the width: there lengths may not follow times, unless named."""
+    engine = load(str(family / "target"), runtime=Runtime(compiled=False, dtype="float64"), **settings)  # type: ignore[arg-type]
+    assert engine.speculation.drafter == drafter == type(engine.drafter).__module__.rpartition(".")[2]
+    assert engine.speculation.reason is not None and f"drafter {drafter}" in engine.speculation.reason
+
+
+def test_a_named_draft_stays(family: Path) -> None:
+    """Guards a user's draft, which is used even where lengths are fixed."""
+    runtime = Runtime(compiled=False, dtype="float64")
+    engine = load(str(family / "target"), draft=str(family / "pard"), runtime=runtime)
+    assert engine.speculation.drafter == "pard" and engine.speculation.lengths == "fixed"
+
+
+def test_rows_of_a_rule_that_draws_are_plain(family: Path) -> None:
+    """Guards the rejection rule in C++, whose seeds would give other texts at other lengths."""
+    engine: Engine = load(str(family / "target"), verify="rejection", dtype="float32")
+    assert engine.target.lm.is_native and engine.speculation.drafter == "none"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--gamma", "4"], "name the drafter that drafts ahead"),
+        (["--draft", "missing/folder/of/mine"], "missing/folder/of/mine"),
+        (["--drafter", "automatic"], "unknown drafter 'automatic'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["paradraft", "generate", "--target", "pocket", "--prompt", "a", *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error and len(error.splitlines()) == 1
