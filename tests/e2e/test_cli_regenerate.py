@@ -15,9 +15,9 @@ import pytest
 from pyarrow import parquet
 
 from paradraft.client import openai_client
-from paradraft.data import records
 from paradraft.data.dataset import load_samples
 from paradraft.data.questions import ID
+from paradraft.sources import records
 from tests.conftest import tiny_tokenizer
 from tests.e2e.conftest import EXACT, INTERRUPTED, Paradraft, assert_mistake
 from tests.support.endpoint_server import MODEL, Reply, Server

@@ -22,8 +22,8 @@ LABELS = {
 _EVIDENT = ("dtype=", "draft=", "verify=", "lengths=", "target_stages=")
 """Settings whose values need no name."""
 _CPUS = ("target_cpus=", "draft_cpus=")
-_PATHS = ("draft", "prompts")
-"""Settings that may be folders."""
+_PATHS = ("draft", "prompts", "corpus")
+"""Settings that may be paths."""
 LONGEST_PATH = 24
 """Characters of a path that fit into a label."""
 KEPT_PARTS = 2

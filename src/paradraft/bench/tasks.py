@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.bench.setup import Answers, Workload
-from paradraft.data.records import Record, records
+from paradraft.sources.records import Record, records
 from paradraft.text.tokenization import encode_prompt
 from paradraft.wording import number_of
 

@@ -77,6 +77,6 @@ def use_threads(threads: int | None) -> None:
 
 def variables_of(text: str | None) -> dict[str, Any]:
     """Variables of the chat template in `--chat-template-kwargs`."""
-    from paradraft.data.records import read_object
+    from paradraft.sources.records import read_object
 
     return read_object(text or "{}", "--chat-template-kwargs", '{"enable_thinking": false}')

@@ -43,7 +43,7 @@ def load_samples(
 
     Args:
         long: how longer ones are cut, see `Tokenization`.
-        columns: the sources' names for the columns of `paradraft.data.records`.
+        columns: the sources' names for the columns of `paradraft.sources.records`.
         date_string: written by the template as today's date.
         day: today's date if there is no `date_string`; None for the actual day.
         end_ids: tokens that end a turn, besides the tokenizer's end-of-text.

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.data.prompt_source import STDIN
-from paradraft.data.records import read_object
+from paradraft.sources.records import read_object
 from paradraft.text.chat_template import ChatTemplate, ask_text, check_questions, template_of
 
 EXAMPLE = '{"prompt": "some text"}'

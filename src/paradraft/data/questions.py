@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paradraft.data.records import conversation_of, object_of, renamed, rows
+from paradraft.sources.records import conversation_of, object_of, renamed, rows
 from paradraft.text.chat_template import Message
 
 ID = "answer_id"
@@ -65,7 +65,7 @@ def read_questions(source: Path, samples: int, columns: Mapping[str, str] | None
     """Reads the questions of a source.
 
     Args:
-        columns: the source's names for the columns of `paradraft.data.records`.
+        columns: the source's names for the columns of `paradraft.sources.records`.
 
     Raises:
         ValueError: as `rows`; or a record (named by its index, from 1) has no prompt, a conversation that cannot

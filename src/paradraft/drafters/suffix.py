@@ -4,7 +4,8 @@ No model (Oliaro, Jia, Campos & Qiao 2024, "SuffixDecoding", arXiv 2411.04975). 
 those of the text match it over some length. The places that match over at least that length vote on what follows: the
 share of a token among them and the length of the match give its chance, and the tree of the likeliest continuations is
 the draft. Of all lengths the one whose tree is expected to have most accepted tokens is taken. The paper's tries hold
-the texts of other requests too; this drafter reads its own row only, so that its drafts depend on nothing else.
+the texts of other requests too; this drafter reads its own row and a constant corpus (`parts/corpus.py`), so that its
+drafts depend on nothing else.
 
 The paper takes the share alone as the chance, and bounds the depth by a multiple of the match length. But after a match
 of one token a quarter of the unanimous votes are right, after one of ten nearly all (docs/decisions.md, 107): `chance`
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.drafters.parts.corpus import Corpus, check_corpus, read_corpus
 from paradraft.drafters.parts.match_chance import chance
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -41,16 +43,20 @@ class Config:
         depth: longest match, in tokens, 1 to 256.
         places: most earlier places that are compared, the latest ones, 1 to 1024.
         floor: least estimated probability of a drafted path, 0 to 1; 0 drafts whatever has followed.
+        corpus: file of a constant text whose continuations are drafted too, see `read_corpus`; None for none.
     """
 
     depth: int = 24
     places: int = 64
     floor: float = 0.05
+    corpus: str | None = None
 
     def __post_init__(self) -> None:
         for name, least, most in (("depth", 1, 256), ("places", 1, 1024), ("floor", 0, 1)):
             if not least <= (value := getattr(self, name)) <= most:
                 raise ValueError(f"{name}={value}: use {least} to {most}")
+        if self.corpus is not None:
+            check_corpus(self.corpus)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,15 +113,24 @@ class Text:
             found.append((place, length))
         return found
 
-    def draft(self, config: Config, k: int, tree: Tree | None) -> list[Node]:
-        """The nodes of the draft that is expected to have most accepted tokens, at most K deep."""
-        matches, best = self.matches(depth=config.depth, places=config.places), list[Node]()
-        for least in sorted({length for _, length in matches}, reverse=True):
-            if best and self._most(least, k, len(matches)) <= expected(best):
-                break
-            places = [place for place, length in matches if length >= least]
-            nodes = self._likeliest(places, least, k, config.floor, tree)
-            best = max(best, nodes, key=expected)
+    def draft(self, config: Config, k: int, tree: Tree | None, corpus: Corpus | None = None) -> list[Node]:
+        """The nodes of the draft that is expected to have most accepted tokens, at most K deep.
+
+        The text and the corpus count apart; of equally good drafts that of the text is taken.
+        """
+        sources: list[tuple[Sequence[int], list[tuple[int, int]]]] = [
+            (self.tokens, self.matches(depth=config.depth, places=config.places))
+        ]
+        if corpus is not None:
+            sources.append((corpus.tokens, corpus.matches(self.tokens, places=config.places)))
+        best = list[Node]()
+        for tokens, matches in sources:
+            for least in sorted({length for _, length in matches}, reverse=True):
+                if best and self._most(least, k, len(matches)) <= expected(best):
+                    break
+                places = [place for place, length in matches if length >= least]
+                nodes = self._likeliest(tokens, places, least, k, config.floor, tree)
+                best = max(best, nodes, key=expected)
         return best
 
     @staticmethod
@@ -124,15 +139,18 @@ class Text:
         chances = (chance(least + depth, places, places) for depth in range(k))
         return sum(itertools.accumulate(chances, operator.mul))
 
-    def _likeliest(self, places: list[int], least: int, k: int, floor: float, tree: Tree | None) -> list[Node]:
+    @staticmethod
+    def _likeliest(
+        tokens: Sequence[int], places: list[int], least: int, k: int, floor: float, tree: Tree | None
+    ) -> list[Node]:
         """The continuations from places that match over `least` tokens: the likeliest chain, or nodes of a tree."""
-        tokens, nodes = self.tokens, list[Node]()
+        nodes = list[Node]()
         width, most = (1, k) if tree is None else (MOST_CANDIDATES, tree.nodes)
         paths = None if tree is None else tree.paths
         heap: list[tuple[float, int, tuple[int, ...], Node, list[int]]] = []
 
         def add_children(value: float, path: tuple[int, ...], parent: int, places: list[int]) -> None:
-            places = [place for place in places if place < len(tokens)]
+            places = [place for place in places if place < len(tokens) and tokens[place] != ABSENT]
             counts = Counter(tokens[place] for place in places).most_common(width)
             for rank, (token, votes) in enumerate(counts):
                 of_path = value * chance(least + len(path), votes, len(places))
@@ -157,8 +175,8 @@ class SuffixDrafter(Drafter):
 
     traits = Traits(words="what followed the longest earlier matches", branching="tree", estimates=True)
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, corpus: Corpus | None = None) -> None:
+        self.config, self.corpus = config, corpus
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """See `Drafter`."""
@@ -180,7 +198,8 @@ class SuffixDrafter(Drafter):
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """The trees of `Text.draft`; rows without a match draft nothing."""
         tree = self._drafting.tree
-        drafts = [text.draft(self.config, k, tree) if k else [] for text, k in zip(self._texts, lengths, strict=True)]
+        asked = zip(self._texts, lengths, strict=True)
+        drafts = [text.draft(self.config, k, tree, self.corpus) if k else [] for text, k in asked]
         tokens_BN = ragged.from_lists([[node.token for node in nodes] for nodes in drafts], self._device)
         parents = [[node.parent for node in nodes] for nodes in drafts]
         if tree is None:
@@ -197,5 +216,6 @@ class SuffixDrafter(Drafter):
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> SuffixDrafter:
-    """Builds the drafter; target and runtime are not used."""
-    return SuffixDrafter(config)
+    """Builds the drafter; reads the corpus, in the target's tokens."""
+    corpus = None if config.corpus is None else read_corpus(config.corpus, target, depth=config.depth)
+    return SuffixDrafter(config, corpus)

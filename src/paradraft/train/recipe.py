@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_a
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from paradraft.data.mix import Entry, Source, as_source
-from paradraft.data.records import check_columns
 from paradraft.data.tokens.tokenized import Long
 from paradraft.digests import file_digest, model_digest
 from paradraft.models.names import POCKET
 from paradraft.sources.loading import pocket_folder
+from paradraft.sources.records import check_columns
 from paradraft.train.objectives.losses import Divergence, Reduction
 from paradraft.train.objectives.rows import FLEX
 from paradraft.train.optimizers import Schedule

@@ -13,8 +13,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from paradraft.data import records
 from paradraft.data.questions import EOS, ID, LENGTH, Answer, Question, next_prompt, read_questions, record_of
+from paradraft.sources import records
 from tests.support.asking import talk
 from tests.support.jsonl import write_lines
 

@@ -139,7 +139,7 @@ class RegenerateArgs:
                 batch_size=self.batch_size, chat_template_kwargs=variables,
             )  # fmt: skip
         from paradraft.data.endpoint import Endpoint
-        from paradraft.data.records import read_object
+        from paradraft.sources.records import read_object
 
         assert self.endpoint is not None
         if self.model is None:
@@ -163,8 +163,8 @@ def regenerate(context: typer.Context, *, args: RegenerateArgs) -> None:
     """
     with importing():
         from paradraft.data.questions import read_questions
-        from paradraft.data.records import check_columns, read_object
         from paradraft.data.regenerate import regenerate
+        from paradraft.sources.records import check_columns, read_object
 
     if (args.target is None) == (args.endpoint is None):
         raise ValueError("give either --target (a model to run here) or --endpoint (a server's address)")

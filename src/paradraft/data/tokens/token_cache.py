@@ -33,11 +33,11 @@ import pyarrow as pa
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from paradraft.data.records import RECORD_KEYS, Record, content_digest, records
 from paradraft.data.tokens.token_table import TYPES, records_of, row_of
 from paradraft.data.tokens.tokenized import Tokenization, Tokenized, tokenized
 from paradraft.digests import file_digest
 from paradraft.signals import sigterm_raises
+from paradraft.sources.records import RECORD_KEYS, Record, content_digest, records
 from paradraft.text.chat_template import CLOCK
 
 WHAT = "training data"
@@ -46,8 +46,8 @@ SMALL_BYTES = 2**22
 BATCH = 200
 """Records that a process tokenizes at a time."""
 MANIFEST = "manifest.json"
-CODE = ("data/chat.py", "data/records.py", "data/samples.py", "data/tokens/token_table.py", "data/tokens/tokenized.py",
-        "text/chat_template.py", "text/tokenization.py")  # fmt: skip
+CODE = ("data/chat.py", "data/samples.py", "data/tokens/token_table.py", "data/tokens/tokenized.py",
+        "sources/records.py", "text/chat_template.py", "text/tokenization.py")  # fmt: skip
 """Source files of this package that decide the tokens."""
 VERSIONS = ("paradraft", "transformers", "tokenizers", "jinja2")
 Batch = list[tuple[str, Record | ValueError]]

@@ -21,8 +21,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.data.chat import conversation_samples
-from paradraft.data.records import Record, conversation_of, renamed
 from paradraft.data.samples import Sample, group_of, is_longer, pieces, truncated
+from paradraft.sources.records import Record, conversation_of, renamed
 from paradraft.text.chat_template import ChatTemplate
 from paradraft.text.tokenization import encode_continuation, encode_prompt
 
@@ -36,7 +36,7 @@ class Tokenization:
     Args:
         long: treatment of longer ones: "truncate" keeps the beginning, "split" cuts into pieces that overlap by one
             token, "auto" splits plain text and truncates records with a prompt or turns.
-        columns: the source's names for the columns of `paradraft.data.records`.
+        columns: the source's names for the columns of `paradraft.sources.records`.
     """
 
     template: ChatTemplate

@@ -22,12 +22,12 @@ import torch
 from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
-from paradraft.data import records
 from paradraft.data.dataset import load_samples
 from paradraft.data.samples import Sample, prompt_of
 from paradraft.data.tokens import token_cache
 from paradraft.data.tokens.token_cache import TokenCache
 from paradraft.data.tokens.tokenized import Tokenized
+from paradraft.sources import records
 from paradraft.train.objectives.batch import Drop, collate
 from tests.conftest import tiny_tokenizer
 from tests.support.jsonl import write_lines
