@@ -450,7 +450,7 @@ def test_colours(settings: dict[str, str], wanted: bool, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("closed", mostly_slow(["<&-", ">&-"], quick=["<&-"]))
 def test_without_input_or_output(chatting: Path, closed: str) -> None:
     """Guards whatever starts the program without them: a traceback."""
-    command = f"{sys.executable} -m paradraft chat --target {chatting} {closed}"
+    command = f"{sys.executable} -m paradraft chat --target {chatting} --drafter none {closed}"
     found = subprocess.run(
         ["bash", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
     )

@@ -172,7 +172,7 @@ def test_batches_give_the_texts_of_single_prompts(family: Path, paradraft: Parad
         (["--verify", "magic"], "verify='magic'"),
         (["--lengths", "long"], "lengths='long'"),
         (["--batch-size", 0], "--batch-size"),
-        (["--tree-budget", 3], "chains only"),
+        (["--drafter", "none", "--tree-budget", 3], "chains only"),
         (["--tree-budget", 0], "--tree-budget"),
         (["--tree-budget", 5000], "5000 nodes"),
         (["--tree-budget", 3, "--tree-paths", "0"], "--tree-paths"),

@@ -32,13 +32,16 @@ class EngineArgs:
             from paradraft.engine.loader import load_engine
 
         with console(stderr=True).status("loading; the first time passes are built for this CPU"):
-            engine = load_engine(
+            return load_engine(
                 self.target, self.speculation, kept_rows=kept_rows, runtime=self.runtime, placement=self.placement,
                 tries_plain=True,
             )  # fmt: skip
-        if engine.speculation.reason is not None:
-            print(f"paradraft: {engine.speculation.reason}", file=sys.stderr)
-        return engine
+
+
+def tell_reason(engine: Engine) -> None:
+    """Says which drafter "auto" chose, and why."""
+    if engine.speculation.reason is not None:
+        print(f"paradraft: {engine.speculation.reason}", file=sys.stderr)
 
 
 def warm_up(engine: Engine, batch_size: int) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paradraft.cli import options
-from paradraft.cli.engine_args import EngineArgs
+from paradraft.cli.engine_args import EngineArgs, tell_reason
 from paradraft.cli.ignored import of_drafting, warn_ignored, without_chance
 from paradraft.cli.importing import importing
 from paradraft.cli.model_sampling import (
@@ -80,6 +80,7 @@ def chat(context: typer.Context, *, args: ChatArgs) -> None:
     template_of(engine.target.tokenizer, variables)  # raises ValueError
     defaults = asked_by(engine.target, args.target, args.generation_config)
     sampling = completed(context, args.sampling, defaults)
+    tell_reason(engine)
     warn_ignored(context, without_chance(sampling.is_greedy), *of_drafting(engine.speculation, args.placement))
     if defaults or not sampling.is_greedy:
         hint = "; --generation-config none leaves out what the model asks for" if defaults else ""

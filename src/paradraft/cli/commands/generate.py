@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paradraft.cli import options
-from paradraft.cli.engine_args import EngineArgs, warm_up
+from paradraft.cli.engine_args import EngineArgs, tell_reason, warm_up
 from paradraft.cli.ignored import of_drafting, warn_ignored, without_chance
 from paradraft.cli.importing import importing
 from paradraft.cli.options import option
@@ -87,6 +87,7 @@ def generate(context: typer.Context, *, args: GenerateArgs) -> None:
     engine.check(texts, max_new_tokens=args.max_new_tokens, sampling=args.sampling, stop=args.stop or ())
     if is_open and engine.target.tokenizer.chat_template:
         print(f"paradraft: {CHAT_NOTE if chat else CONTINUED_NOTE}", file=sys.stderr)
+    tell_reason(engine)
     warn_ignored(
         context,
         without_chance(args.sampling.is_greedy),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paradraft.cli import options
-from paradraft.cli.engine_args import EngineArgs, warm_up
+from paradraft.cli.engine_args import EngineArgs, tell_reason, warm_up
 from paradraft.cli.ignored import of_drafting, refuse, warn_ignored
 from paradraft.cli.importing import importing
 from paradraft.cli.model_sampling import GenerationConfig, asked_by, expect_penalty
@@ -97,6 +97,7 @@ def serve(context: typer.Context, *, args: ServeArgs) -> None:
         expect_penalty(args.generation_config)
         engine = args.load(kept_rows=args.kept_rows)
         defaults = asked_by(engine.target, args.target, args.generation_config)
+        tell_reason(engine)
         warn_ignored(context, *of_drafting(engine.speculation, args.placement))
         with engine:
             warm_up(engine, args.limits.max_batch)
