@@ -9,10 +9,12 @@ import pytest
 
 from paradraft import load
 from paradraft.cli import main
+from paradraft.cli.commands.bench import BenchArgs
 from paradraft.engine.automatic import automatic, drafter_of
 from paradraft.engine.engine import Engine
 from paradraft.engine.speculation import Speculation
 from paradraft.models.runtime import Runtime
+from paradraft.sampling_params import GREEDY
 from paradraft.sources.loading import pocket_folder
 from paradraft.tree import Tree
 
@@ -94,3 +96,20 @@ def test_mistakes_are_one_line(
     assert ended.value.code == 2
     error = capsys.readouterr().err.strip()
     assert said in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("methods", "specs"),
+    [
+        ("ar,auto", ["ar", "suffix:lengths=expected"]),
+        ("auto:k=4:lengths=fixed", ["suffix:k=4:lengths=fixed"]),
+        ("automatic", ["automatic"]),
+    ],
+)
+def test_a_benchmark_names_what_auto_takes(family: Path, methods: str, specs: list[str]) -> None:
+    """Guards the results, whose methods are named by drafter and settings."""
+    args = BenchArgs(
+        target=str(family / "target"), methods=methods, speculation=Speculation(lengths="fixed"), sampling=GREEDY,
+        runtime=Runtime(),
+    )  # fmt: skip
+    assert args.specs == specs

@@ -19,7 +19,7 @@ from paradraft.cli.options import OPTIONS, Offer, option, with_options
 from paradraft.cli.sections import RESULTS
 from paradraft.cli.terminal import console, news
 from paradraft.cli.values import check_png, use_threads, variables_of
-from paradraft.engine.speculation import Speculation
+from paradraft.engine.speculation import AUTO, Speculation
 from paradraft.files import check_outputs
 from paradraft.models.names import is_shape
 from paradraft.models.runtime import Runtime
@@ -47,9 +47,10 @@ class BenchArgs:
     methods: Annotated[
         str,
         option(
-            "Comma-separated: ar (AR+), a drafter, or a peer: hf (AR), hf-assisted, hf-prompt-lookup, vllm, "
-            "vllm-draft, vllm-pard, vllm-ngram, vllm-medusa, vllm-eagle, llama-cpp, llama-cpp-draft; with settings "
-            "after colons, as in pard:k=12. By default hf, ar, autoregressive, pard and ngram.",
+            "Comma-separated: ar (AR+), a drafter, auto (what generate takes), or a peer: hf (AR), hf-assisted, "
+            "hf-prompt-lookup, vllm, vllm-draft, vllm-pard, vllm-ngram, vllm-medusa, vllm-eagle, llama-cpp, "
+            "llama-cpp-draft; with settings after colons, as in pard:k=12. By default hf, ar, autoregressive, pard "
+            "and ngram.",
             show_default=False,
         ),
     ] = "hf,ar,autoregressive,pard,ngram"
@@ -115,13 +116,25 @@ class BenchArgs:
     @property
     def specs(self) -> list[str]:
         """Methods, each at each batch size; a single size of 1 adds nothing to the specs."""
-        specs = [spec.strip() for spec in self.methods.split(",")]
+        specs = [self._named(spec.strip()) for spec in self.methods.split(",")]
         sizes = batch_sizes_of(self.batch_sizes)
         if sizes == [1]:
             return specs
         if any(":batch=" in spec for spec in specs):
             raise ValueError(f"--batch-size {self.batch_sizes}: a method sets batch= itself; give one or the other")
         return [f"{spec}:batch={size}" for size in sizes for spec in specs]
+
+    def _named(self, spec: str) -> str:
+        """The method that "auto" is; its lengths follow measured times, unless it names a policy."""
+        name, _, settings = spec.partition(":")
+        if name != AUTO:
+            return spec
+        with importing():
+            from paradraft.engine.automatic import automatic
+
+        chosen = automatic(self.target, Speculation(drafter=AUTO, draft=self.speculation.draft))
+        parts = [chosen.drafter, *[settings] * bool(settings), *["lengths=expected"] * ("lengths=" not in settings)]
+        return ":".join(parts)
 
 
 @with_options
