@@ -26,6 +26,7 @@ class Traits:
             else.
         can_run_ahead: whether it can propose before the verdict on its last draft (PEARL).
         drafts_one_by_one: whether it runs one pass per drafted token, so that half a draft takes half the time.
+        needs_grammar: whether it drafts only for requests with a `ForcingProcessor`, such as a grammar.
         parts: number of drafters whose chains it merges into one tree; 1 for all but unions.
     """
 
@@ -36,6 +37,7 @@ class Traits:
     depends_on_rounds: bool = False
     can_run_ahead: bool = False
     drafts_one_by_one: bool = False
+    needs_grammar: bool = False
     parts: int = 1
 
     def shape(self, tree: Tree | None, k: int) -> Tree | None:

@@ -97,7 +97,7 @@ def serve(context: typer.Context, *, args: ServeArgs) -> None:
         expect_penalty(args.generation_config)
         engine = args.load(kept_rows=args.kept_rows)
         defaults = asked_by(engine.target, args.target, args.generation_config)
-        warn_ignored(context, *of_drafting(args.speculation, args.placement))
+        warn_ignored(context, *of_drafting(args.speculation, args.placement, has_grammars=True))
         with engine:
             warm_up(engine, args.limits.max_batch)
             model = args.served_model_name or args.target
