@@ -193,3 +193,17 @@ def test_the_option_may_be_off(forcing: Serving) -> None:
     off = {"structured_outputs": {"disable_any_whitespace": False}}
     for more in (off, {"structured_outputs": None}, {"structured_outputs": {}}):
         assert forcing.post(TEXT, {"prompt": "a", "max_tokens": 2} | more).status_code == 200
+
+
+def test_only_compact_answers_guess(forcing: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards drafts of flexible JSON against guesses that are nearly always wrong, and compact ones against none."""
+    compact, original = list[bool](), Grammars.grammar
+
+    def noted(grammars: Grammars, matcher: Any, *, prompt: int, is_compact: bool) -> Grammar:
+        compact.append(is_compact)
+        return original(grammars, matcher, prompt=prompt, is_compact=is_compact)
+
+    monkeypatch.setattr(Grammars, "grammar", noted)
+    for more in ({}, {"structured_outputs": None}):
+        assert forcing.post(TEXT, {"prompt": "a", "max_tokens": 2} | asked(KEYS, **more)).status_code == 200
+    assert compact == [True, False]
