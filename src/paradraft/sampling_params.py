@@ -34,7 +34,7 @@ class ForcingProcessor(LogitsProcessor, Protocol):
     def forced(self, answer: list[int], most: int, /) -> list[int]:
         """At most `most` tokens that are likely to follow an answer; [] where several may.
 
-        A drafter may call it in another thread. Tokens are verified: a wrong one costs time and changes no text.
+        A drafter may call it in another thread. Tokens are verified: a wrong token costs time and changes no text.
 
         Args:
             answer: committed tokens after the prompt, without an end token.

@@ -53,8 +53,8 @@ class Grammar:
         matcher: llguidance's, before the first token; it is copied.
         prompt: length of the prompt in tokens.
         eos_ids: tokens that end a text.
-        tokenizer: splits forced bytes into forced tokens, also where the last one could be a longer token that includes
-            what follows; None forces only tokens without an alternative.
+        tokenizer: splits forced bytes into forced tokens, also if the last token may become a longer token with the bytes
+            after it; None forces only tokens without an alternative.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Grammar:
         """See `ForcingProcessor`: the tokens of the bytes with which all JSON of the schema goes on; [] after other
         texts.
 
-        The same bytes can be other tokens too, so only places whose mask has one token are certain.
+        The same bytes can be other tokens too: a token is certain only if the mask allows no other.
         """
         with self._lock:
             is_prefix = self._follow(answer)
@@ -158,7 +158,7 @@ class Grammars:
     def grammar(self, matcher: LLMatcher, *, prompt: int, is_compact: bool) -> Grammar:
         """The processor of an answer to a prompt of `prompt` tokens, for a matcher compiled with the same `is_compact`.
 
-        Only in compact JSON the last forced token is guessed: with optional whitespace models write another one.
+        Only in compact JSON the last forced token is guessed: with optional whitespace models write another token.
         """
         tokenizer = self._tokenizer if is_compact else None
         return Grammar(matcher, prompt=prompt, eos_ids=self._target.eos_ids, tokenizer=tokenizer)
