@@ -53,8 +53,8 @@ class Grammar:
         matcher: llguidance's, before the first token; it is copied.
         prompt: length of the prompt in tokens.
         eos_ids: tokens that end a text.
-        tokenizer: splits forced bytes into forced tokens, also if the last token may become a longer token with the bytes
-            after it; None forces only tokens without an alternative.
+        tokenizer: splits forced bytes into forced tokens, also if the last token may become a longer token with the
+            bytes after it; None forces only tokens without an alternative.
     """
 
     def __init__(
