@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from paradraft.errors import one_line, real_number, whole_number
 
@@ -23,6 +23,21 @@ class LogitsProcessor(Protocol):
         """Maps `[M, T]` token ids and the `[M, V]` logits after them to new `[M, V]` logits.
 
         M changes from call to call; logits of another shape fail the request.
+        """
+        ...
+
+
+@runtime_checkable
+class ForcingProcessor(LogitsProcessor, Protocol):
+    """A processor that knows which tokens must come next, such as a grammar; drafters may ask it."""
+
+    def forced(self, answer: list[int], most: int, /) -> list[int]:
+        """At most `most` tokens that are likely to follow an answer; [] where several may.
+
+        A drafter may call it in another thread. Tokens are verified: a wrong token costs time and changes no text.
+
+        Args:
+            answer: committed tokens after the prompt, without an end token.
         """
         ...
 
@@ -46,6 +61,7 @@ class Sampling:
         processors: a list of `LogitsProcessor`s, such as a `LogitsProcessorList` of `transformers`. Each is called with
             the text of every drafted position and must be a function of its two arguments. It is not called for
             positions after an end token or beyond the length limit, but may be for positions after a stop string.
+            Those that are `ForcingProcessor`s too can be asked for drafts.
         seed: of the random numbers of this request.
 
     Raises:

@@ -28,6 +28,7 @@ class Traits:
             deterministically, so that every rule is exact for their unions too.
         can_run_ahead: whether it can propose before the verdict on its last draft (PEARL).
         drafts_one_by_one: whether it runs one pass per drafted token, so that half a draft takes half the time.
+        needs_grammar: whether it drafts only for requests with a `ForcingProcessor`, such as a grammar.
         parts: number of drafters whose chains it merges into one tree; 1 for all but unions.
     """
 
@@ -39,6 +40,7 @@ class Traits:
     estimates: bool = False
     can_run_ahead: bool = False
     drafts_one_by_one: bool = False
+    needs_grammar: bool = False
     parts: int = 1
 
     def shape(self, tree: Tree | None, k: int) -> Tree | None:

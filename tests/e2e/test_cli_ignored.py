@@ -39,6 +39,8 @@ def warnings(err: str) -> list[str]:
             ["-k", 4, "--verify", "match", "--lengths", "expected", "--drafter", "lookahead"],
             ["-k has no effect with this drafter, whose own settings say how deep it drafts"],
         ),
+        (["--drafter", "forced"], ["--drafter has no effect without a JSON schema: this drafter is for serve"]),
+        (["--drafter", "forced+ngram"], []),
         (["--batch-size", 8, "--json"], ["--batch-size has no effect without --prompts and --json"]),
         (["--logit-bias", "5=1", "--repetition-penalty", 1.1, "--stop", "q"], []),
     ],

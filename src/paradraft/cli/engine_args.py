@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from paradraft.cli import options
 from paradraft.cli.importing import importing
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class EngineArgs:
     """Options of an engine; its target, drafter and placement."""
 
+    has_grammars: ClassVar[bool] = False
+    """Whether requests may have grammars."""
     target: options.Target
     speculation: Annotated[Speculation, options.AUTOMATIC]
     runtime: Runtime
@@ -34,7 +36,7 @@ class EngineArgs:
         with console(stderr=True).status("loading; the first time passes are built for this CPU"):
             return load_engine(
                 self.target, self.speculation, kept_rows=kept_rows, runtime=self.runtime, placement=self.placement,
-                tries_plain=True,
+                tries_plain=True, has_grammars=self.has_grammars,
             )  # fmt: skip
 
 

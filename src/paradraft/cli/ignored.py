@@ -26,13 +26,15 @@ def without_drafter(speculation: Speculation) -> Rule:
     return speculation.drafter == "none", "without a drafter", ("k", "verify", "lengths", "draft_dtype")
 
 
-def of_drafting(speculation: Speculation, placement: Placement = SHARED) -> list[Rule]:
-    """Options of the drafter that are ignored with this drafter, gamma or placement."""
-    has_own_tree = drafter_class(speculation.drafter).traits.branching == "own"
+def of_drafting(speculation: Speculation, placement: Placement = SHARED, *, has_grammars: bool = False) -> list[Rule]:
+    """Options of the drafter that are ignored with this drafter, gamma or placement, or without grammars."""
+    traits = drafter_class(speculation.drafter).traits
+    has_own_tree = traits.branching == "own"
     has_devices = placement.has_process or placement.target_stages is not None
     return [
         without_drafter(speculation),
         (has_own_tree, "with this drafter, whose own settings say how deep it drafts", ("k",)),
+        (traits.needs_grammar and not has_grammars, "without a JSON schema: this drafter is for serve", ("drafter",)),
         (isinstance(speculation.gamma, int), "with --gamma, which says how many tokens are drafted", ("k",)),
         (not has_devices, "without --draft-cpus or --draft-device", ("draft_timeout_s",)),
     ]

@@ -13,14 +13,19 @@ from paradraft.sources.loading import config_of, locate
 
 WITHOUT_MODEL = "suffix"
 """The drafter that needs nothing beside the target."""
+FORCED = "forced"
+"""The drafter that drafts what a request's grammar leaves no choice about."""
 SHIPPED = "pard"
 """The drafter that is shipped with the pocket target."""
 
 
-def automatic(target: str, speculation: Speculation) -> Speculation:
+def automatic(target: str, speculation: Speculation, *, has_grammars: bool = False) -> Speculation:
     """Replaces the drafter "auto" and sets the reason.
 
     A draft model that the user named is used as what it is, and a shipped one before a drafter without a model.
+
+    Args:
+        has_grammars: whether requests may have grammars.
 
     Raises:
         ValueError: there is no such draft model.
@@ -33,6 +38,8 @@ def automatic(target: str, speculation: Speculation) -> Speculation:
         drafter, why = SHIPPED, "is shipped with the pocket family"
     else:
         drafter, why = WITHOUT_MODEL, "needs no draft model, and drafts where that pays"
+        if has_grammars and speculation.tree is None:
+            drafter = f"{FORCED}+{drafter}"
     return replace(speculation, drafter=drafter, reason=f"drafter {drafter}: it {why}")
 
 

@@ -100,17 +100,18 @@ def load_engine(
     runtime: Runtime = BY_MODEL,
     placement: Placement = HERE,
     tries_plain: bool = False,
+    has_grammars: bool = False,
 ) -> Engine:
     """`load` with its settings in a `Speculation`, and the same errors.
 
     With `tries_plain` a few rounds draft nothing, where that changes no text, to time plain decoding for
-    `Engine.advice`.
+    `Engine.advice`. `has_grammars`: see `automatic`.
 
     Of two processes that `torchrun` starts for PEARL, rank 1 drafts: there this function does not return, and the
     process exits when rank 0 does.
     """
     if speculation.drafter == AUTO:
-        speculation = automatic(target, speculation)
+        speculation = automatic(target, speculation, has_grammars=has_grammars)
     plan = plan_engine(target, speculation, runtime, placement)
     return load_as_planned(plan, speculation, kept_rows=kept_rows, tries_plain=tries_plain)
 

@@ -92,7 +92,7 @@ def choices_of(
             for index in range(request.n):
                 grammar = None
                 if matcher is not None:
-                    grammar = Grammar(matcher, prompt=len(tokens), eos_ids=engine.target.eos_ids)
+                    grammar = service.grammars.grammar(matcher, prompt=len(tokens), is_compact=request.is_compact)
                 chunks = engine.astream(
                     tokens,
                     max_new_tokens=limit,

@@ -88,7 +88,7 @@ class Completion(Response):
         if schema is None:
             return None
         try:
-            return await self._service.grammars.read(schema)
+            return await self._service.grammars.read(schema, is_compact=request.is_compact)
         except ValueError as error:
             raise ApiError(400, f"response_format: {error}", param="response_format") from None
 

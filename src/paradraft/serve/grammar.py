@@ -16,6 +16,7 @@ import textwrap
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import llguidance.hf
@@ -52,9 +53,13 @@ class Grammar:
         matcher: llguidance's, before the first token; it is copied.
         prompt: length of the prompt in tokens.
         eos_ids: tokens that end a text.
+        tokenizer: splits forced bytes into forced tokens, also if the last token may become a longer token with the
+            bytes after it; None forces only tokens without an alternative.
     """
 
-    def __init__(self, matcher: LLMatcher, *, prompt: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, *, prompt: int, eos_ids: frozenset[int], tokenizer: LLTokenizer | None = None
+    ) -> None:
         self.dead_end: str | None = None
         """Why no token is allowed after some text; the answer need not have reached that text."""
         self._first = matcher
@@ -63,6 +68,7 @@ class Grammar:
         """Tokens that the matcher has consumed."""
         self._prompt = prompt
         self._eos_ids = sorted(eos_ids)
+        self._tokenizer = tokenizer
         self._known: dict[tuple[int, ...], Forbidden] = {}
         # A drafter on another device runs in another thread.
         self._lock = threading.Lock()
@@ -85,6 +91,24 @@ class Grammar:
             del self._known[next(iter(self._known))]
         return mask
 
+    def forced(self, answer: list[int], most: int, /) -> list[int]:
+        """See `ForcingProcessor`: the tokens of the bytes with which all JSON of the schema goes on; [] after other
+        texts.
+
+        The same bytes can be other tokens too: a token is certain only if the mask allows no other.
+        """
+        with self._lock:
+            is_prefix = self._follow(answer)
+            matcher = self._matcher.deep_copy()  # whose errors do not change later masks
+            if matcher.is_error():
+                self._restart()
+                return []
+        if not is_prefix:
+            return []
+        if self._tokenizer is None:
+            return matcher.compute_ff_tokens()[:most]
+        return self._tokenizer.tokenize_bytes(matcher.compute_ff_bytes())[:most]
+
     def _mask(self, answer: list[int], vocab_size: int) -> Forbidden:
         if not self._follow(answer):
             return np.zeros(vocab_size, dtype=np.bool_)
@@ -92,13 +116,16 @@ class Grammar:
         forbidden = ~unpacked(matcher.compute_bitmask(), vocab_size)
         forbidden[[token for token in self._eos_ids if token < vocab_size]] = not matcher.is_accepting()
         if matcher.is_error():
-            # A matcher stays in error, so a copy of the first replaces it.
             self.dead_end = reason_of(matcher.get_error())
-            self._matcher, self._followed = self._first.deep_copy(), []
+            self._restart()
             return np.ones(vocab_size, dtype=np.bool_)
         if forbidden.all():
             self.dead_end = "the model has no token with which its JSON could go on"
         return forbidden
+
+    def _restart(self) -> None:
+        """Replaces the matcher, which stays in error, by a copy of the first."""
+        self._matcher, self._followed = self._first.deep_copy(), []
 
     def _follow(self, answer: list[int]) -> bool:
         """Moves the matcher to an answer; False if the text is no prefix of any JSON of the schema."""
@@ -123,12 +150,25 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._refusal: str | None = None
 
-    async def read(self, schema: Mapping[str, Any]) -> LLMatcher:
+    async def read(self, schema: Mapping[str, Any], *, is_compact: bool) -> LLMatcher:
         """`matcher` for an event loop, with its errors."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.matcher, schema)
+        compile_schema = partial(self.matcher, schema, is_compact=is_compact)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, compile_schema)
 
-    def matcher(self, schema: Mapping[str, Any]) -> LLMatcher:
+    def grammar(self, matcher: LLMatcher, *, prompt: int, is_compact: bool) -> Grammar:
+        """The processor of an answer to a prompt of `prompt` tokens, for a matcher compiled with the same `is_compact`.
+
+        Only in compact JSON the last forced token is guessed: with optional whitespace models write another token.
+        """
+        tokenizer = self._tokenizer if is_compact else None
+        return Grammar(matcher, prompt=prompt, eos_ids=self._target.eos_ids, tokenizer=tokenizer)
+
+    def matcher(self, schema: Mapping[str, Any], *, is_compact: bool = False) -> LLMatcher:
         """Compiles a schema for `Grammar`.
+
+        Args:
+            schema: a JSON schema.
+            is_compact: whether JSON has no whitespace between its parts; else it has as much as `SPACE` allows.
 
         Raises:
             ValueError: the schema is too large, invalid, unsupported by llguidance or unsatisfiable, or the target's
@@ -144,7 +184,9 @@ class Grammars:
             raise ValueError(f"the schema has {len(text)} bytes, use at most {MOST_SCHEMA_BYTES}")
         tokenizer = self._cached_tokenizer()
         try:
-            grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACE})
+            grammar = LLMatcher.grammar_from_json_schema(
+                text, overrides={"whitespace_flexible": False} if is_compact else {"whitespace_pattern": SPACE}
+            )
             matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
             trial = Grammar(matcher, prompt=0, eos_ids=self._target.eos_ids)
             trial.forbidden([], self._target.vocab_size)

@@ -110,6 +110,13 @@ class ResponseFormat(BaseModel):
         return {"type": "object"} if self.type == "json_object" else None
 
 
+class StructuredOutputs(BaseModel):
+    """vLLM's options of answers in JSON, as far as they are served."""
+
+    model_config = STRICT
+    disable_any_whitespace: bool = False
+
+
 class ApiRequest(BaseModel):
     """Parameters that completions and chat completions share, and what differs between them.
 
@@ -138,6 +145,7 @@ class ApiRequest(BaseModel):
         default_factory=list
     )
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -166,6 +174,11 @@ class ApiRequest(BaseModel):
     def reports_usage(self) -> bool:
         """Whether the last event of a stream has token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether answers in JSON have no whitespace between its parts."""
+        return self.structured_outputs is not None and self.structured_outputs.disable_any_whitespace
 
     @property
     def limit_name(self) -> str:
@@ -213,6 +226,9 @@ class ApiRequest(BaseModel):
         wrong = next((key for key in self.logit_bias if not re.fullmatch(TOKEN_ID, key)), None)
         if wrong is not None:
             raise ApiError(400, f"logit_bias: {one_line(wrong)} is no token id", param="logit_bias")
+        if self.is_compact and (self.response_format is None or self.response_format.schema_of_answers is None):
+            message = "structured_outputs is for answers in JSON: set response_format too"
+            raise ApiError(400, message, param="structured_outputs")
         if self.response_format is None:
             return
         kind, schema = self.response_format.type, self.response_format.json_schema

@@ -10,6 +10,7 @@ import pytest
 from paradraft import load
 from paradraft.cli import main
 from paradraft.cli.commands.bench import BenchArgs
+from paradraft.drafters import drafter_class
 from paradraft.engine.automatic import automatic, drafter_of
 from paradraft.engine.engine import Engine
 from paradraft.engine.speculation import Speculation
@@ -40,6 +41,8 @@ def test_a_head_names_its_drafter(tmp_path: Path, drafter: str) -> None:
 def test_without_a_draft_it_needs_no_model(family: Path) -> None:
     chosen = automatic(str(family / "target"), Speculation(drafter="auto", k=5, tree=Tree(budget=7)))
     assert chosen == Speculation(drafter="suffix", k=5, tree=Tree(budget=7)) and "suffix" in str(chosen.reason)
+    served = automatic(str(family / "target"), AUTO, has_grammars=True)
+    assert served.drafter == "forced+suffix" and drafter_class(served.drafter).traits.estimates
     assert automatic("pocket", AUTO).drafter == "pard"
     assert drafter_of("shape:llama-3.2-1b") == "autoregressive"
 

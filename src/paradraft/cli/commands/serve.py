@@ -6,7 +6,7 @@ import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -44,6 +44,7 @@ def check_engine(name: str) -> None:
 class ServeArgs(EngineArgs):
     """Options of `paradraft serve`."""
 
+    has_grammars: ClassVar[bool] = True
     host: Annotated[str, option("Address to listen on. Other than localhost requires --api-key-env.")] = "127.0.0.1"
     port: Annotated[int, option("Where to listen; 0 is one that is free.", least=0, most=65535)] = 8000
     limits: Limits
@@ -98,7 +99,7 @@ def serve(context: typer.Context, *, args: ServeArgs) -> None:
         engine = args.load(kept_rows=args.kept_rows)
         defaults = asked_by(engine.target, args.target, args.generation_config)
         tell_reason(engine)
-        warn_ignored(context, *of_drafting(engine.speculation, args.placement))
+        warn_ignored(context, *of_drafting(engine.speculation, args.placement, has_grammars=True))
         with engine:
             warm_up(engine, args.limits.max_batch)
             model = args.served_model_name or args.target

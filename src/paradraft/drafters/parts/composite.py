@@ -125,6 +125,7 @@ def traits_of_union(names: Sequence[str], traits: Sequence[Traits]) -> Traits:
         needs_drawn=any(each.needs_drawn for each in traits),
         estimates=all(each.estimates for each in traits),
         depends_on_rounds=any(each.depends_on_rounds for each in traits),
+        needs_grammar=all(each.needs_grammar for each in traits),
         parts=sum(each.parts for each in traits),
     )
 
