@@ -1,4 +1,4 @@
-"""Every `paradraft` command of README.md and docs/commands.md runs.
+"""Every `paradraft` command of README.md, docs/commands.md and docs/one_file.md runs.
 
 Commands stand in blocks tagged ```` ```bash run ```` or ```` ```console run ````, one per line, with or without `$ `; a
 backslash continues a line. They run in one process, in order, in a copy of the folder, without compilation. Sizes are
@@ -30,7 +30,7 @@ BY_DEFAULT = {
 }
 """What a command is told where the README leaves its sizes to it."""
 TRAINING = ["warmup_steps=1", "samples_per_step=1", "held_out=4", "evaluate_every=2", "prompts=2", "answer_tokens=8"]
-DOCUMENTS = ("README.md", "docs/commands.md")
+DOCUMENTS = ("README.md", "docs/commands.md", "docs/one_file.md")
 COPIED = ("README.md", "recipes", "examples", "docs", "benchmarks")
 
 
