@@ -24,8 +24,8 @@ class Traits:
             `depends_on_rounds`.
         depends_on_rounds: whether its drafts also depend on how the committed tokens were split into rounds; on nothing
             else.
-        estimates: whether its drafts have `Draft.values`. Then they take next to no time, and are chosen
-            deterministically, so that every rule is exact for their unions too.
+        estimates: whether its drafts have `Draft.values`. Then they are chosen deterministically, so that every rule is
+            exact for their unions too.
         can_run_ahead: whether it can propose before the verdict on its last draft (PEARL).
         drafts_one_by_one: whether it runs one pass per drafted token, so that half a draft takes half the time.
         needs_grammar: whether it drafts only for requests with a `ForcingProcessor`, such as a grammar.

@@ -134,7 +134,10 @@ def test_a_drafter_that_does_not_pay_is_said_at_the_end(
 
 def test_generate_asks_in_a_chat(paradraft: Paradraft, chatting: Path, engine: Engine, tmp_path: Path) -> None:
     """Guards `--chat` with and without a system prompt, files with both kinds of records, and the standard input."""
-    own = ["generate", "--target", chatting, *EXACT, "--temperature", 0.9, "--seed", 3, "--max-new-tokens", 12]
+    own = [
+        "generate", "--target", chatting, "--drafter", "none", *EXACT, "--temperature", 0.9, "--seed", 3,
+        "--max-new-tokens", 12,
+    ]  # fmt: skip
     assert paradraft(*own, "--chat", "--prompt", "hi").out == told_by(engine, "<user>hi<assistant>") + "\n"
     outcome = paradraft(*own, "--chat", "--system", "be", "--prompt", "hi")
     assert outcome.out == told_by(engine, "<system>be<user>hi<assistant>") + "\n"
@@ -168,7 +171,7 @@ def test_instruct_models_are_asked_in_a_chat(
 ) -> None:
     """Guards a newcomer's first prompt: an instruct model that continues it answers nothing. Base models continue, with
     a template or without; what is said decides, and else a line says what was chosen, where there was a choice."""
-    own = ["generate", *EXACT, "--temperature", 0.9, "--seed", 3, "--max-new-tokens", 12]
+    own = ["generate", "--drafter", "none", *EXACT, "--temperature", 0.9, "--seed", 3, "--max-new-tokens", 12]
     asked, continued = told_by(engine, "<user>hi<|eos|><assistant>"), told_by(engine, "hi")
     assert asked != continued
     file = tmp_path / "prompts.jsonl"

@@ -129,7 +129,10 @@ def drafter_module(drafter: str) -> ModuleType:
     names = part_names(drafter)
     for name in names:
         if name not in drafter_names():
-            raise ValueError(f"unknown drafter {name!r}: use one of {', '.join(drafter_names())}")
+            known = ", ".join(drafter_names())
+            if name == "auto":
+                raise ValueError(f"drafter 'auto' has no settings, joins no other, and has no name here: use {known}")
+            raise ValueError(f"unknown drafter {name!r}: use one of {known}")
     modules = [find_module(name, __name__, __path__, GROUP) for name in names]
     if len(modules) == 1:
         return modules[0]

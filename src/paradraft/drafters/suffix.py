@@ -75,6 +75,10 @@ class Node:
     sure: float
 
 
+TRIED = 24
+"""Most lengths that are compared, the longest."""
+
+
 def expected(nodes: list[Node]) -> float:
     """How many nodes are accepted on average, if their values are right."""
     return sum(node.value for node in nodes)
@@ -125,7 +129,7 @@ class Text:
             sources.append((corpus.tokens, corpus.matches(self.tokens, places=config.places)))
         best = list[Node]()
         for tokens, matches in sources:
-            for least in sorted({length for _, length in matches}, reverse=True):
+            for least in sorted({length for _, length in matches}, reverse=True)[:TRIED]:
                 if best and self._most(least, k, len(matches)) <= expected(best):
                     break
                 places = [place for place, length in matches if length >= least]

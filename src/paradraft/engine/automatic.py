@@ -32,7 +32,7 @@ def automatic(target: str, speculation: Speculation, *, has_grammars: bool = Fal
     """
     assert speculation.drafter == AUTO
     draft = speculation.draft
-    if draft is not None and draft != POCKET:
+    if draft is not None:
         drafter, why = drafter_of(draft), f"drafts with {draft}"
     elif target == POCKET:
         drafter, why = SHIPPED, "is shipped with the pocket family"
@@ -53,18 +53,21 @@ def drafter_of(draft: str) -> str:
     return "autoregressive" if declared_mask_id(config_of(folder)) is None else "pard"
 
 
-def if_it_cannot_lose(speculation: Speculation, *, is_exact: bool) -> Speculation:
+def where_lengths_adapt(speculation: Speculation, *, is_exact: bool) -> Speculation:
     """Replaces a drafter that "auto" chose by none where draft lengths would not follow measured times.
 
-    A draft model or a length policy that the user named stays.
+    It stays if the user named a draft model, a length policy or a tree.
 
     Args:
         is_exact: see `Speculation.settled`.
     """
     if speculation.reason is None:
         return speculation
-    is_named = speculation.draft is not None or speculation.lengths != AUTO
+    is_named = speculation.draft is not None or speculation.tree is not None or speculation.lengths != AUTO
     if is_named or speculation.settled(drafts=True, is_exact=is_exact).lengths == "expected":
         return speculation
-    reason = "drafter none: lengths that adapt might change a text here; name a drafter to draft all the same"
-    return replace(speculation, drafter="none", tree=None, reason=reason)
+    reason = (
+        "drafter none: here a seed's text would depend on draft lengths that follow measured times; name a drafter to "
+        "draft as many tokens in every round"
+    )
+    return replace(speculation, drafter="none", reason=reason)

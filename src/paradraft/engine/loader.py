@@ -17,7 +17,7 @@ from paradraft.decode.pearl.pearl_colocated import CoLocatedDrafter
 from paradraft.decode.pearl.remote import DrafterProcess
 from paradraft.drafters import drafter_class, load_drafter, part_names, takes_draft
 from paradraft.drafters.parts.draft_loading import check_draft_config
-from paradraft.engine.automatic import automatic, if_it_cannot_lose
+from paradraft.engine.automatic import automatic, where_lengths_adapt
 from paradraft.engine.engine import Engine
 from paradraft.engine.speculation import Speculation
 from paradraft.errors import one_line
@@ -57,7 +57,7 @@ def load(
     Args:
         target: a Hugging Face id, a folder, a .gguf file, or "pocket".
         drafter: one of `drafter_names()` or several, with settings, as in "ngram:max_ngram=5+pard"; "none" for plain;
-            "auto": one that fits `draft`, else one without a model where it cannot lose (`engine.speculation.reason`).
+            "auto": one that fits `draft`, else one without a model where draft lengths can adapt.
         draft: the draft model, for drafters that have one; the pocket target brings its own.
         k: most tokens drafted per round (depth of the draft), at least 1.
         verify: "match" gives the same tokens with every drafter; "rejection" gives the same
@@ -147,7 +147,7 @@ def load_as_planned(
         processes = drafter_processes(speculation, placement)  # they start while the target loads
     with on_cpus(placement.target_cpus):
         target = load_planned(plan)
-        speculation = if_it_cannot_lose(speculation, is_exact=target.lm.is_native)
+        speculation = where_lengths_adapt(speculation, is_exact=target.lm.is_native)
         drafter = load_drafter_in(processes, speculation, target, plan)
         return Engine(
             target,

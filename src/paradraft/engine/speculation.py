@@ -84,13 +84,13 @@ class Speculation:
         if self.tree is not None and not isinstance(self.tree, Tree):
             raise ValueError(f"tree={one_line(self.tree)}: use a Tree, such as Tree(budget=12)")
         # Last the imports of torch: the modules of drafter and rule.
+        config = None if self.drafter == AUTO else drafter_config(self.drafter, self.draft)
         load_rule(self.verify)
-        if self.drafter == AUTO:
-            if self.gamma is not None:
-                raise ValueError(f"gamma={self.gamma}: name the drafter that drafts ahead")
-            return
-        config = drafter_config(self.drafter, self.draft)
+        if config is None and self.gamma is not None:
+            raise ValueError(f"gamma={self.gamma}: name the drafter that drafts ahead")
         self._check_gamma()
+        if config is None:
+            return
         fixed_tree: Tree | None = getattr(config, "tree", None)
         if fixed_tree is not None:
             _check_no_other(self.tree, fixed_tree)

@@ -24,8 +24,8 @@ from paradraft.tree import Tree
 READ = {"tree": {"tree_budget", "tree_paths"}}
 """The options of a field, where they are not called like it."""
 ONLY_IN_PYTHON = {
-    Speculation: {"overlap"}, Sampling: {"processors"}, Runtime: {"width", "pad_to", "cuda_graphs"}, Placement: set(),
-    Limits: set(),
+    Speculation: {"overlap", "reason"}, Sampling: {"processors"}, Runtime: {"width", "pad_to", "cuda_graphs"},
+    Placement: set(), Limits: set(),
 }  # fmt: skip
 OTHER = Offer(without=("k", "lengths"), defaults={"drafter": REQUIRED, "verify": "rejection"}, helps={"draft": "Dr."})
 Last = Annotated[int, typer.Option()]

@@ -60,6 +60,7 @@ def test_it_drafts_in_exact_passes_and_says_so(family: Path) -> None:
         ({}, "none"),
         ({"verify": "rejection"}, "none"),
         ({"lengths": "fixed"}, "suffix"),
+        ({"tree": 6}, "suffix"),
     ],
 )
 def test_it_does_not_draft_where_it_could_lose(family: Path, settings: dict[str, str], drafter: str) -> None:
@@ -88,6 +89,8 @@ def test_rows_of_a_rule_that_draws_are_plain(family: Path) -> None:
         (["--gamma", "4"], "name the drafter that drafts ahead"),
         (["--draft", "missing/folder/of/mine"], "missing/folder/of/mine"),
         (["--drafter", "automatic"], "unknown drafter 'automatic'"),
+        (["--drafter", "auto:k=4"], "'auto' has no settings, joins no other"),
+        (["--drafter", "auto+ngram"], "'auto' has no settings, joins no other"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -104,8 +107,9 @@ def test_mistakes_are_one_line(
 @pytest.mark.parametrize(
     ("methods", "specs"),
     [
-        ("ar,auto", ["ar", "suffix:lengths=expected"]),
+        ("ar,auto", ["ar", "suffix:lengths=auto"]),
         ("auto:k=4:lengths=fixed", ["suffix:k=4:lengths=fixed"]),
+        ("auto:draft=shape:llama-3.2-1b:k=2", ["autoregressive:draft=shape:llama-3.2-1b:k=2:lengths=auto"]),
         ("automatic", ["automatic"]),
     ],
 )

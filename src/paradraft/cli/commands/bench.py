@@ -19,6 +19,7 @@ from paradraft.cli.options import OPTIONS, Offer, option, with_options
 from paradraft.cli.sections import RESULTS
 from paradraft.cli.terminal import console, news
 from paradraft.cli.values import check_png, use_threads, variables_of
+from paradraft.drafters import split_settings
 from paradraft.engine.speculation import AUTO, Speculation
 from paradraft.files import check_outputs
 from paradraft.models.names import is_shape
@@ -125,16 +126,18 @@ class BenchArgs:
         return [f"{spec}:batch={size}" for size in sizes for spec in specs]
 
     def _named(self, spec: str) -> str:
-        """The method that "auto" is; its lengths follow measured times, unless it names a policy."""
-        name, _, settings = spec.partition(":")
+        """The method that "auto" is; its lengths are those of `generate`, unless it names a policy."""
+        name, settings = split_settings(spec)
         if name != AUTO:
             return spec
         with importing():
             from paradraft.engine.automatic import automatic
 
-        chosen = automatic(self.target, Speculation(drafter=AUTO, draft=self.speculation.draft))
-        parts = [chosen.drafter, *[settings] * bool(settings), *["lengths=expected"] * ("lengths=" not in settings)]
-        return ":".join(parts)
+        named = next((each for each in settings if each.startswith("draft=")), None)
+        draft = self.speculation.draft if named is None else named.removeprefix("draft=")
+        chosen = automatic(self.target, Speculation(drafter=AUTO, draft=draft))
+        has_lengths = any(each.startswith("lengths=") for each in settings)
+        return ":".join([chosen.drafter, *settings, *[f"lengths={AUTO}"] * (not has_lengths)])
 
 
 @with_options

@@ -14,6 +14,23 @@ def typical(times_s: Sequence[float]) -> float:
     return statistics.median(times_s) if len(times_s) > 2 else min(times_s)
 
 
+def increasing(values: Sequence[tuple[float, float]]) -> list[float]:
+    """Isotonic (non-decreasing) fit of values with weights: where a later value is smaller, both become their mean.
+
+    >>> increasing([(1.0, 12), (9.0, 1), (2.0, 6), (3.0, 1)])
+    [1.0, 3.0, 3.0, 3.0]
+    """
+    means: list[tuple[float, float, int]] = []
+    for value, weight in values:
+        mean, count = value, 1
+        while means and means[-1][0] > mean:
+            before, before_weight, before_count = means.pop()
+            total = before_weight + weight
+            mean, weight, count = (before * before_weight + mean * weight) / total, total, before_count + count
+        means.append((mean, weight, count))
+    return [mean for mean, _, count in means for _ in range(count)]
+
+
 class PassTimes:
     """Measured times of passes by size, such as the number of tokens; monotone, piecewise linear.
 
@@ -31,6 +48,8 @@ class PassTimes:
     """Times kept per group of sizes."""
     STEPS = 4
     """Groups between a size and its double."""
+    FEW, LUCK = 4, 0.6
+    """Fewer measurements are not trusted; share of its time by which a size that was measured once may be faster."""
     LEAST_S = 1e-9
     """Rates divide by times, and a clock may be too coarse for a small model."""
 
@@ -49,10 +68,9 @@ class PassTimes:
         self._typical[group] = sum(size for size, _ in times) / len(times), typical([seconds for _, seconds in times])
         if len(times) == 2:
             self._near.update(range(group - self.STEPS, group + self.STEPS + 1))
-        self.points, most = [], 0.0
-        for _, (typical_size, typical_s) in sorted(self._typical.items()):
-            most = max(most, typical_s)
-            self.points.append((typical_size, most))
+        groups = sorted(self._typical)
+        rising = increasing([(self._typical[each][1], len(self._groups[each])) for each in groups])
+        self.points = [(self._typical[each][0], seconds_of) for each, seconds_of in zip(groups, rising, strict=True)]
 
     def _group(self, size: float) -> int:
         return round(self.STEPS * math.log2(size))
@@ -65,16 +83,24 @@ class PassTimes:
         """Whether `LAST` times of about this size were measured."""
         return len(self._groups.get(self._group(size), ())) == self.LAST
 
-    def at_least(self, size: float) -> float:
-        """A lower bound of the time of a size that was not measured twice: that of a smaller one. Else `of`."""
-        if len(self._groups.get(self._group(size), ())) > 1:
-            return self.of(size)
-        return max((seconds for measured, seconds in self.points if measured < size), default=0.0)
+    def typical(self, size: float) -> float:
+        """The median of the last times of a size that was measured."""
+        return self._typical[self._group(size)][1]
+
+    def hopeful(self, size: float) -> float:
+        """The time that a size may have if its measurements were disturbed; after few, that of the smallest size."""
+        group = self._group(size)
+        if (count := len(self._groups.get(group, ()))) < self.FEW:
+            return self.points[0][1]
+        return self._typical[group][1] * (1.0 - self.LUCK / math.sqrt(count))
+
+    @property
+    def largest(self) -> float:
+        """The largest measured size; 0 without any."""
+        return self.points[-1][0] if self.points else 0.0
 
     def of(self, size: float) -> float:
-        """The interpolated time of a size; linear above the largest measured size, constant below the smallest.
-        the smallest constant.
-        """
+        """The interpolated time of a size; linear above the largest measured size, constant below the smallest."""
         if not self.points:
             raise ValueError("no pass was measured")
         points = self.points
@@ -134,9 +160,15 @@ class RoundCosts:
         more = self._draft_time(len(nodes), depth) if nodes else 0.0
         return self._target_s.of(self._size(rows, nodes)) + more + self._other_s
 
-    def seconds_after_drafting(self, rows: int, nodes: Sequence[float]) -> float:
-        """`seconds` without the drafter's, and a lower bound for passes of a size that was not measured twice."""
-        return self._target_s.at_least(self._size(rows, nodes)) + self._other_s
+    def pass_s(self, rows: int, nodes: Sequence[float], *, hopeful: bool = False) -> float:
+        """`seconds` without the drafter's; see `PassTimes.hopeful`."""
+        size = self._size(rows, nodes)
+        return (self._target_s.hopeful(size) if hopeful else self._target_s.of(size)) + self._other_s
+
+    @property
+    def largest(self) -> float:
+        """The largest measured size of a pass, in tokens; that of the longest row times their number, if padded."""
+        return self._target_s.largest
 
     def reading_s(self) -> float:
         """The drafter's prefill time per token."""
@@ -190,7 +222,7 @@ class RoundCosts:
         if is_first and not nodes:
             return
         if is_usual and self._target_s.knows_well(size):
-            self._slowness *= min(max(verify_s / (slowness * self._target_s.of(size)), 0.25), 4.0) ** self.DRIFT
+            self._slowness *= min(max(verify_s / (slowness * self._target_s.typical(size)), 0.25), 4.0) ** self.DRIFT
         else:
             self._target_s.add(size, verify_s / slowness)
         if nodes and unread:

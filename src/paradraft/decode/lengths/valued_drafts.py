@@ -6,6 +6,7 @@ chance of each node (`Draft.values`) knows more: it may be sure of eight tokens 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -18,13 +19,14 @@ from paradraft.tree import Tree
 
 
 def most_worth(
-    values: Sequence[Sequence[float]], seconds: Callable[[Sequence[int]], float]
+    values: Sequence[Sequence[float]], seconds: Callable[[Sequence[int]], float], *, most: int | None = None
 ) -> tuple[list[list[bool]], float]:
     """The nodes of a batch's drafts with the most expected tokens per second.
 
     Args:
         values: of each row's nodes, never above the parent's.
         seconds: the time of a round from the number of nodes of each row.
+        most: most nodes of all rows together.
 
     Returns:
         Whether each node is verified, and the expected tokens per second.
@@ -35,7 +37,7 @@ def most_worth(
     order = sorted((-value, row, node) for row, of_row in enumerate(values) for node, value in enumerate(of_row))
     counts, tokens, kept = [0] * len(values), float(len(values)), 0
     rate = tokens / seconds(counts)
-    for taken, (value, row, _) in enumerate(order, start=1):
+    for taken, (value, row, _) in enumerate(order[:most], start=1):
         counts[row] += 1
         tokens -= value
         if (with_it := tokens / seconds(counts)) > rate:
@@ -44,38 +46,83 @@ def most_worth(
     return [[(row, node) in chosen for node in range(len(of_row))] for row, of_row in enumerate(values)], rate
 
 
-class ValuedDrafts:
-    """Cuts each draft to the nodes that are worth their time; the drafter's own time is negligible.
+class Guard:
+    """Pauses drafting while it loses time against plain rounds, however sure the drafter is.
 
-    Exploration: a pass of a size that was not measured twice is expected to take as long as a smaller one, so every
-    size that might pay is tried. A size may seem too slow because its passes were disturbed: so whole drafts are
-    verified now and then, as long as the time lost stays within `EXPLORE` of all time. After `PLAIN_AFTER` rounds
-    without a plain one, two are run, to compare.
+    >>> guard = Guard()
+    >>> for _ in range(5):
+    ...     guard.saved(-2.0, plain_s=2.0)
+    >>> guard.is_paused
+    True
+    """
+
+    MOST_LOST = 5.0
+    """Plain rounds that are lost before a pause."""
+    MOST_SAVED = 8.0
+    """Plain rounds saved that count against later losses, so that drafts that stop paying are noticed."""
+    FIRST, LONGEST = 32, 512
+    """Rounds of the first pause and of the longest; each is twice as long as the one before, until drafts pay again."""
+
+    def __init__(self) -> None:
+        self._saved = 0.0
+        self._pause = self.FIRST
+        self._left = 0
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the next round should be plain."""
+        return self._left > 0
+
+    def pass_round(self) -> None:
+        """Counts a paused round."""
+        self._left = max(self._left - 1, 0)
+
+    def saved(self, seconds: float, plain_s: float) -> None:
+        """Adds the time that a round with a draft has saved, the drafter's own subtracted."""
+        self._saved = min(self._saved + seconds / plain_s, self.MOST_SAVED)
+        if self._saved <= -self.MOST_LOST:
+            self._left, self._pause, self._saved = self._pause, min(2 * self._pause, self.LONGEST), 0.0
+        elif self._saved == self.MOST_SAVED:
+            self._pause = self.FIRST
+
+
+class ValuedDrafts:
+    """Cuts each draft to the nodes that are worth their time.
+
+    Times of passes are interpolated between measured sizes, and sizes are at most doubled at a time. Values are scaled
+    by the share of their sum that was accepted lately. A `Guard` pauses drafts that lose time all the same.
+
+    Exploration: where the measurements of another size may have been unlucky, it is tried, as long as the time that the
+    trials lose stays within `EXPLORE` of all time. After `PLAIN_AFTER` rounds without a plain one, two are run, to
+    compare.
     """
 
     wants_confidence = False
     runs_plain = True
 
     EXPLORE = 0.01
-    """The share of all time that whole drafts may lose."""
+    """The share of all time that trials may lose."""
+    EARLY, SOON = 3, 16
+    """The first trials wait for this number of rounds at most, and are small then."""
+    FIRST = 4
+    """Most tokens of the first pass with drafts, as a multiple of the rows."""
+    MEMORY, PRIOR = 0.98, 6.0
+    """Decay per round of the accepted tokens and the values that are compared; weight of trust in the values."""
     MOST_LOST = 2.0
-    """Most plain rounds that a trial is said to have lost: it may have been disturbed."""
-    EARLY_TRIALS = 3
-    """The first trials wait …"""
-    SOON = 12
-    """… for this many rounds at most."""
+    """Most plain rounds that a round is said to have lost: it may have been disturbed."""
     PLAIN_AFTER = 128
     """Rounds with drafts before two plain ones."""
 
     def __init__(self, k: int) -> None:
         self.k = k
         self._costs = RoundCosts()
-        self._lost_s = 0.0
-        self._trials = self._since_trial = 0
+        self._guard = Guard()
+        self._accepted = self._valued = self._lost_s = 0.0
         self._rows = self._since_plain = self._plain_left = 0
+        self._trials = self._since_trial = 0
         self._is_trial = False
-        self._rate = 0.0
-        """Expected tokens per second of the best cut of this round."""
+        self._rate = self._value = 0.0
+        """Expected tokens per second of the best cut of this round; the values of the nodes that it verifies."""
 
     def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
         """Drops all rows; keeps the measured times."""
@@ -91,45 +138,65 @@ class ValuedDrafts:
         self._rows = len(rows)
 
     def next(self) -> list[int]:
-        """K for every row, or 0 to measure plain rounds."""
-        self._is_trial = False
+        """K for every row, or 0 to measure plain rounds and while drafts lose time."""
+        self._is_trial, self._value = False, 0.0
         if self._since_plain >= self.PLAIN_AFTER:
             self._plain_left = 2
-        is_plain = self._plain_left or not self._costs.knows_plain(self._rows)
+        is_plain = self._plain_left or self._guard.is_paused or not self._costs.knows_plain(self._rows)
         return [0 if is_plain else self.k] * self._rows
 
     def cut(self, draft: Draft) -> Draft:
         """Removes the nodes that are not worth their time."""
         if not draft.tokens.shape[1] or draft.values is None:
             return draft
-        are_kept, self._rate = most_worth(draft.values, self._seconds)
+        trust = (self._accepted + self.PRIOR) / (self._valued + self.PRIOR)
+        values = [[min(trust * value, 1.0) for value in row] for row in draft.values]
+        fewest = (self.FIRST - 1) * self._rows
+        most = max(fewest, int(2 * self._costs.largest) - self._rows)
+        are_kept, self._rate = most_worth(values, self._seconds, most=most)
+        is_early = self._trials < self.EARLY and self._since_trial >= self.SOON
+        if self._lost_s <= 0.0 or is_early:
+            tried, _ = most_worth(values, self._hopeful_s, most=most if self._lost_s <= 0.0 else fewest)
+            self._is_trial, are_kept = tried != are_kept, tried
+        rows = zip(draft.values, are_kept, strict=True)
+        self._value = sum(sum(itertools.compress(row, kept)) for row, kept in rows)
         if all(map(all, are_kept)):
-            return draft
-        if self._lost_s <= 0.0 or (self._trials < self.EARLY_TRIALS and self._since_trial >= self.SOON):
-            self._is_trial = True
             return draft
         width = draft.tokens.shape[1]
         padded = [row + [False] * (width - len(row)) for row in are_kept]
         return draft.where(upload(padded, draft.tokens.device) > 0)
 
     def _seconds(self, nodes: Sequence[int]) -> float:
-        return self._costs.seconds_after_drafting(self._rows, [count for count in nodes if count])
+        return self._costs.pass_s(self._rows, [count for count in nodes if count])
+
+    def _hopeful_s(self, nodes: Sequence[int]) -> float:
+        return self._costs.pass_s(self._rows, [count for count in nodes if count], hopeful=True)
 
     def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
-        """Learns the time of the round."""
-        nodes = [count for count in output.nodes if count]
+        """Learns the time of the round, and how far the values can be trusted."""
+        nodes, tokens = [count for count in output.nodes if count], sum(map(len, output.tokens))
+        is_drafted = bool(nodes) or self._value > 0.0
         self._since_plain = self._since_plain + 1 if nodes else 0
         self._plain_left = max(self._plain_left - 1, 0)
+        self._guard.pass_round()
         self._costs.learn(
             self._rows, nodes, self.k, draft_s=draft_s, verify_s=verify_s, other_s=other_s, unread=0, is_first=False,
             is_usual=not self._is_trial,
         )  # fmt: skip
+        self._accepted = self.MEMORY * self._accepted + sum(output.accepted)
+        self._valued = self.MEMORY * self._valued + self._value
         seconds = self._costs.of_usual(verify_s + other_s)
+        if not self._costs.knows_plain(self._rows):
+            return
+        plain_s = self._costs.pass_s(self._rows, [])
+        if is_drafted or draft_s:
+            worth = tokens / max(sum(map(bool, output.tokens)), 1)
+            saved_s = worth * plain_s - seconds - self._costs.of_usual(draft_s)
+            self._guard.saved(max(saved_s, -self.MOST_LOST * plain_s), plain_s)
         self._since_trial += 1
         if self._is_trial:
             self._trials, self._since_trial = self._trials + 1, 0
-            lost_s = seconds - sum(map(len, output.tokens)) / self._rate
-            most_s = self.MOST_LOST * self._costs.seconds_after_drafting(self._rows, [])
-            self._lost_s = max(min(lost_s, most_s), 0.0)
+            lost_s = min(seconds - tokens / self._rate, self.MOST_LOST * plain_s)
+            self._lost_s = max(self._lost_s + lost_s, 0.0)
         else:
             self._lost_s = max(self._lost_s - self.EXPLORE * seconds, 0.0)

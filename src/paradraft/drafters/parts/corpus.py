@@ -103,7 +103,7 @@ def _sorted_places(tokens: np.ndarray[Any, np.dtype[np.int32]], depth: int) -> n
     the first token is `ABSENT`, at which matches end.
 
     >>> _sorted_places(np.array([-1, 2, 1, 2, 2, -1], np.int32), 2).tolist()
-        [3, 2, 4]
+    [3, 2, 4]
     """
     _, ranks = np.unique(tokens, return_inverse=True)
     size = 1
