@@ -18,7 +18,7 @@ from paradraft.ragged import upload
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.traits import Serving, Traits
 from paradraft.tree import ABSENT, Tree
-from paradraft.union import union_of_trees
+from paradraft.union import kept_values, union_of_trees
 
 INVALID = -2
 """Token id where the logits are NaN or all -inf, so that no token can be chosen."""
@@ -198,7 +198,7 @@ class Draft:
             parents=self.parents[:, :width],
             probs=None if self.probs is None else self.probs[:, :width],
             confidence=None if self.confidence is None else self.confidence[:, :width],
-            values=None if self.values is None else _values_of(self.values, is_kept_BN.tolist(), width),
+            values=None if self.values is None else kept_values(self.values, is_kept_BN.tolist(), width),
             probes=probes,
         )
 
@@ -219,14 +219,6 @@ class Draft:
     def empty(cls, batch_size: int, device: torch.device) -> Draft:
         """A draft without tokens: plain decoding."""
         return cls.chain(torch.empty(batch_size, 0, dtype=torch.long, device=device))
-
-
-def _values_of(values: list[list[float]], are_kept: list[list[bool]], width: int) -> list[list[float]]:
-    """Values of the first nodes, 0 for those that are removed."""
-    rows = zip(values, are_kept, strict=True)
-    return [
-        [value if is_kept else 0.0 for value, is_kept in zip(row[:width], kept, strict=False)] for row, kept in rows
-    ]
 
 
 @dataclass(frozen=True, kw_only=True)

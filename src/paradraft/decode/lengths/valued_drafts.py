@@ -46,10 +46,10 @@ def most_worth(
     return [[(row, node) in chosen for node in range(len(of_row))] for row, of_row in enumerate(values)], rate
 
 
-class Guard:
+class LossGuard:
     """Pauses drafting while it loses time against plain rounds, however sure the drafter is.
 
-    >>> guard = Guard()
+    >>> guard = LossGuard()
     >>> for _ in range(5):
     ...     guard.saved(-2.0, plain_s=2.0)
     >>> guard.is_paused
@@ -90,7 +90,7 @@ class ValuedDrafts:
     """Cuts each draft to the nodes that are worth their time.
 
     Times of passes are interpolated between measured sizes, and sizes are at most doubled at a time. Values are scaled
-    by the share of their sum that was accepted lately. A `Guard` pauses drafts that lose time all the same.
+    by the share of their sum that was accepted lately. A `LossGuard` pauses drafts that lose time all the same.
 
     Exploration: where the measurements of another size may have been unlucky, it is tried, as long as the time that the
     trials lose stays within `EXPLORE` of all time. After `PLAIN_AFTER` rounds without a plain one, two are run, to
@@ -116,7 +116,7 @@ class ValuedDrafts:
     def __init__(self, k: int) -> None:
         self.k = k
         self._costs = RoundCosts()
-        self._guard = Guard()
+        self._guard = LossGuard()
         self._accepted = self._valued = self._lost_s = 0.0
         self._rows = self._since_plain = self._plain_left = 0
         self._trials = self._since_trial = 0
