@@ -107,9 +107,9 @@ def test_mistakes_are_one_line(
 @pytest.mark.parametrize(
     ("methods", "specs"),
     [
-        ("ar,auto", ["ar", "suffix:lengths=auto"]),
+        ("ar,auto", ["ar", "suffix:lengths=expected"]),
         ("auto:k=4:lengths=fixed", ["suffix:k=4:lengths=fixed"]),
-        ("auto:draft=shape:llama-3.2-1b:k=2", ["autoregressive:draft=shape:llama-3.2-1b:k=2:lengths=auto"]),
+        ("auto:draft=shape:llama-3.2-1b:k=2", ["autoregressive:draft=shape:llama-3.2-1b:k=2:lengths=expected"]),
         ("automatic", ["automatic"]),
     ],
 )

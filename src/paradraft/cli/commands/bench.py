@@ -126,7 +126,7 @@ class BenchArgs:
         return [f"{spec}:batch={size}" for size in sizes for spec in specs]
 
     def _named(self, spec: str) -> str:
-        """The method that "auto" is; its lengths are those of `generate`, unless it names a policy."""
+        """The method that "auto" is, with the lengths of `generate` in passes in C++, unless it names a policy."""
         name, settings = split_settings(spec)
         if name != AUTO:
             return spec
@@ -137,7 +137,7 @@ class BenchArgs:
         draft = self.speculation.draft if named is None else named.removeprefix("draft=")
         chosen = automatic(self.target, Speculation(drafter=AUTO, draft=draft))
         has_lengths = any(each.startswith("lengths=") for each in settings)
-        return ":".join([chosen.drafter, *settings, *[f"lengths={AUTO}"] * (not has_lengths)])
+        return ":".join([chosen.drafter, *settings, *["lengths=expected"] * (not has_lengths)])
 
 
 @with_options
