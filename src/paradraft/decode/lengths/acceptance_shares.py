@@ -7,23 +7,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-
-def decreasing(values: Sequence[float]) -> list[float]:
-    """Isotonic (non-increasing) fit: where a later number is larger than those before it, all become their mean.
-
-    So the marginal gain of each node is at most that of the nodes before it, and a threshold selects a prefix.
-
-    >>> decreasing([0.6, 0.1, 0.4, 0.2])
-    [0.6, 0.25, 0.25, 0.2]
-    """
-    means: list[tuple[float, int]] = []
-    for value in values:
-        mean, count = value, 1
-        while means and means[-1][0] < mean:
-            before, before_count = means.pop()
-            mean, count = (before * before_count + mean * count) / (before_count + count), before_count + count
-        means.append((mean, count))
-    return [mean for mean, count in means for _ in range(count)]
+from paradraft.decode.lengths.isotonic import decreasing
 
 
 @dataclass(kw_only=True)
@@ -105,7 +89,10 @@ class AcceptanceShares:
                             counts.was[node] += node in accepted
 
     def shares(self) -> list[list[float]]:
-        """By row and node, the share of rounds that accept it; see `decreasing`."""
+        """By row and node, the share of rounds that accept it, never more than that of the node before it.
+
+        So the marginal gain of each node is at most that of the nodes before it, and a threshold selects a prefix.
+        """
         rates = self._rates_of_all()
         of_all = self._shares_of(rates)
         return [self._shares_of(self._rates_of(row, rates)) if row.could else of_all for row in self._rows]

@@ -8,27 +8,12 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
+from paradraft.decode.lengths.isotonic import increasing
+
 
 def typical(times_s: Sequence[float]) -> float:
     """The median; the minimum of fewer than three times, because disturbances only add time."""
     return statistics.median(times_s) if len(times_s) > 2 else min(times_s)
-
-
-def increasing(values: Sequence[tuple[float, float]]) -> list[float]:
-    """Isotonic (non-decreasing) fit of values with weights: where a later value is smaller, both become their mean.
-
-    >>> increasing([(1.0, 12), (9.0, 1), (2.0, 6), (3.0, 1)])
-    [1.0, 3.0, 3.0, 3.0]
-    """
-    means: list[tuple[float, float, int]] = []
-    for value, weight in values:
-        mean, count = value, 1
-        while means and means[-1][0] > mean:
-            before, before_weight, before_count = means.pop()
-            total = before_weight + weight
-            mean, weight, count = (before * before_weight + mean * weight) / total, total, before_count + count
-        means.append((mean, weight, count))
-    return [mean for mean, _, count in means for _ in range(count)]
 
 
 class PassTimes:
