@@ -8,14 +8,12 @@ settings that ParallelSpec compares with, n-grams of 3 tokens and 10 drafted tok
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paradraft import ragged
 from paradraft.core import Draft
-from paradraft.drafters.parts.match_chance import LONG, chance
+from paradraft.drafters.parts.match_chance import LONG, chain_values
 from paradraft.drafters.parts.text_drafter import TextDrafter
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -53,7 +51,7 @@ class NgramDrafter(TextDrafter):
         for text, k in zip(self.texts, lengths, strict=True):
             end = lookup(text, self.config.max_ngram) if k else len(text)
             tokens.append(text[end : end + k])
-            values.append(values_of(len(tokens[-1]), matched(text, end)))
+            values.append(chain_values(len(tokens[-1]), matched(text, end)))
         chain = Draft.chain(ragged.from_lists(tokens, self.device))
         return Draft(tokens=chain.tokens, parents=chain.parents, values=values)
 
@@ -80,12 +78,6 @@ def matched(text: list[int], end: int) -> int:
     """
     most = min(end, LONG)
     return next((size for size in range(most) if text[end - 1 - size] != text[-1 - size]), most)
-
-
-def values_of(count: int, matched: int) -> list[float]:
-    """The values of a chain of tokens after a match."""
-    chances = (chance(matched + depth, 1, 1) for depth in range(count))
-    return list(itertools.accumulate(chances, operator.mul))
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> NgramDrafter:

@@ -7,16 +7,14 @@ the draft. Of all lengths the one whose tree is expected to have most accepted t
 the texts of other requests too; this drafter reads its own row and a constant corpus (`parts/corpus.py`), so that its
 drafts depend on nothing else.
 
-The paper takes the share alone as the chance, and bounds the depth by a multiple of the match length. But after a match
-of one token a quarter of the unanimous votes are right, after one of ten nearly all (docs/decisions.md, 107): `chance`
-knows, so that a draft ends where the expected gain does.
+The paper takes the share alone as the chance, and bounds the depth by a multiple of the match length. Here the chance
+rises with the length too (docs/decisions.md, 107), so that a draft ends where the expected gain does.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import operator
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from torch import Tensor
 from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.drafters.parts.corpus import Corpus, check_corpus, read_corpus
-from paradraft.drafters.parts.match_chance import chance
+from paradraft.drafters.parts.match_chance import chain_values, chance
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.parents import parents_of_chains
@@ -130,18 +128,13 @@ class Text:
         best = list[Node]()
         for tokens, matches in sources:
             for least in sorted({length for _, length in matches}, reverse=True)[:TRIED]:
-                if best and self._most(least, k, len(matches)) <= expected(best):
+                # Of the nodes at a depth one is accepted at most, and shorter matches have smaller chances.
+                if best and sum(chain_values(k, least, len(matches))) <= expected(best):
                     break
                 places = [place for place, length in matches if length >= least]
                 nodes = self._likeliest(tokens, places, least, k, config.floor, tree)
                 best = max(best, nodes, key=expected)
         return best
-
-    @staticmethod
-    def _most(least: int, k: int, places: int) -> float:
-        """Bound on `expected` after a match of this length or shorter: of the nodes at a depth one is accepted."""
-        chances = (chance(least + depth, places, places) for depth in range(k))
-        return sum(itertools.accumulate(chances, operator.mul))
 
     @staticmethod
     def _likeliest(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from functools import lru_cache
 
 BIAS, BY_LENGTH, BY_SHARE = -1.62, 1.2, 0.84
@@ -21,3 +23,9 @@ def chance(matched: int, votes: int, of: int) -> float:
     """
     odds = BIAS + BY_LENGTH * math.log(min(matched, LONG)) + BY_SHARE * math.log((votes + 0.5) / (of - votes + 0.5))
     return min(votes / of, 1.0 / (1.0 + math.exp(-odds)))
+
+
+def chain_values(count: int, matched: int, votes: int = 1) -> list[float]:
+    """The chances of the paths of a chain of `count` tokens after a match, if all votes agree at each."""
+    chances = (chance(matched + depth, votes, votes) for depth in range(count))
+    return list(itertools.accumulate(chances, operator.mul))
