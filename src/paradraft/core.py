@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from paradraft.parents import parents_of_chains
-from paradraft.ragged import upload
+from paradraft.ragged import kept_values, upload
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.traits import Serving, Traits
 from paradraft.tree import ABSENT, Tree
-from paradraft.union import kept_values, union_of_trees
+from paradraft.union import union_of_trees
 
 INVALID = -2
 """Token id where the logits are NaN or all -inf, so that no token can be chosen."""

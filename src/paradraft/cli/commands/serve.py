@@ -99,7 +99,7 @@ def serve(context: typer.Context, *, args: ServeArgs) -> None:
         engine = args.load(kept_rows=args.kept_rows)
         defaults = asked_by(engine.target, args.target, args.generation_config)
         tell_reason(engine)
-        warn_ignored(context, *of_drafting(engine.speculation, args.placement, has_grammars=True))
+        warn_ignored(context, *of_drafting(engine.speculation, args.placement, has_grammars=args.has_grammars))
         with engine:
             warm_up(engine, args.limits.max_batch)
             model = args.served_model_name or args.target
