@@ -340,7 +340,7 @@ class Spelled:
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "none"])
 def test_something_is_accepted(family: Path, name: str) -> None:
     """Guards all other tests of this file: a drafter whose guesses are never accepted passes them without being
-    tested, and helps nobody. Some need a grammar for it."""
+    tested, and makes no answer faster. A drafter of forced tokens is asked with a grammar."""
     drafted = engine(family, name)
     needs_grammar = drafter_class(name).traits.needs_grammar
     sampling = Sampling(processors=[Spelled(prompt=15)] if needs_grammar else [])

@@ -1,4 +1,4 @@
-"""What a grammar forces is all that its masks allow, and JSON without optional whitespace, which forces more of it."""
+"""Forced tokens are those that the masks of a grammar allow alone; compact JSON has more of them."""
 
 from __future__ import annotations
 
