@@ -13,7 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from paradraft.likeliest import Likeliest
 from paradraft.parents import parents_of_chains
+from paradraft.probes import Probes
 from paradraft.ragged import kept_values, upload
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.traits import Serving, Traits
@@ -91,54 +93,6 @@ CHAINS = Drafting()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probes:
-    """Prompt tokens (PPD), which the target reads in the pass of a draft and which never become text.
-
-    They form chains, each after a node of the draft. The target's states of a chain predict the tokens after that node.
-
-    Args:
-        nodes: `[B, P]` the node that the chain of each prompt token follows; -1 is the last committed token.
-        before: `[B, P]` the index of the previous prompt token of the chain, always smaller; -1 for the first.
-        tokens: `[B, P]` ids from `CausalLM.add_embeddings`; `ABSENT` where a row has fewer.
-        states: `[B, P, D]` the target's hidden states after the final norm; None before the pass.
-    """
-
-    nodes: Tensor
-    before: Tensor
-    tokens: Tensor
-    states: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        assert self.nodes.ndim == 2 and self.nodes.shape == self.before.shape == self.tokens.shape
-        assert self.states is None or self.states.shape[:2] == self.nodes.shape
-
-    def without(self, is_gone_BP: Tensor) -> Probes:
-        """Removes prompt tokens `[B, P]`; all that follow a removed one in its chain must be removed too."""
-        nodes, before, tokens = (
-            each.masked_fill(is_gone_BP, ABSENT) for each in (self.nodes, self.before, self.tokens)
-        )
-        return Probes(nodes=nodes, before=before, tokens=tokens, states=self.states)
-
-    def after(self, last_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens `[B, Q]` and states `[B, Q, D]` of the prompt tokens after one node of each row, in order, padded with
-        `ABSENT`. Only after the pass.
-
-        >>> probes = Probes(
-        ...     nodes=torch.tensor([[-1, 4, 4]]), before=torch.tensor([[-1, -1, 1]]),
-        ...     tokens=torch.tensor([[90, 90, 91]]), states=torch.tensor([[[0.5], [0.6], [0.7]]]),
-        ... )
-        >>> [part.flatten().tolist() for part in probes.after(torch.tensor([4]))]
-        [[90, 91], [0.6000000238418579, 0.699999988079071]]
-        """
-        assert self.states is not None
-        is_other_BP = (self.nodes != last_B[:, None]) | (self.tokens == ABSENT)
-        most = int((~is_other_BP).sum(1).max())
-        order_BQ = is_other_BP.long().argsort(dim=1, stable=True)[:, :most]
-        tokens_BQ = self.tokens.gather(1, order_BQ).masked_fill(is_other_BP.gather(1, order_BQ), ABSENT)
-        return tokens_BQ, self.states.gather(1, order_BQ[:, :, None].expand(-1, -1, self.states.shape[2]))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Draft:
     """A token tree: proposed continuations of the committed tokens.
 
@@ -203,7 +157,7 @@ class Draft:
         )
 
     @classmethod
-    def union(cls, *drafts: Draft) -> Draft:
+    def union(cls, *drafts: Draft, shape: Tree | None = None) -> Draft:
         """One tree of the nodes of all drafts, see `union_of_trees`; for drafts without `probs` and `probes`."""
         assert all(draft.probs is None and draft.probes is None for draft in drafts)
         tokens, parents, surest, values = union_of_trees(
@@ -212,6 +166,7 @@ class Draft:
             [draft.confidence for draft in drafts],
             [draft.values for draft in drafts],
             drafts[0].tokens.device,
+            shape,
         )
         return cls(tokens=tokens, parents=parents, confidence=surest, values=values)
 
@@ -229,11 +184,13 @@ class TargetOut:
         logits: `[B, N + 1, V]`; row 0 follows the last committed token, row n + 1 follows node n.
         hidden: `[B, N + 1, D]` hidden states by layer, for the drafter's `hidden_layers`.
         probes: those of the draft, with their states; None without any.
+        likeliest: the likeliest tokens at each place, if the drafter learns from them.
     """
 
     logits: Tensor
     hidden: dict[int, Tensor]
     probes: Probes | None = None
+    likeliest: Likeliest | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,12 +231,14 @@ class Committed:
         drawn: see `Verdict`; None for prompts too.
         probes: `Probes.after` the last accepted node: they predict the tokens after `tokens`; None for prompts and for
             drafts without probes.
+        likeliest: that of the pass; None for prompts.
     """
 
     tokens: list[list[int]]
     hidden: dict[int, Tensor] = field(default_factory=dict)
     drawn: list[list[int]] | None = None
     probes: tuple[Tensor, Tensor] | None = None
+    likeliest: Likeliest | None = None
 
     def __post_init__(self) -> None:
         shape = (len(self.tokens), max(map(len, self.tokens), default=0))
@@ -306,6 +265,8 @@ class Drafter:
     hidden_layers: tuple[int, ...] = ()
     """Layers of the target whose hidden states `join` receives for the whole prompt but its last token, and `commit`
     for each round, numbered as in `paradraft.models.forward.Forward`: -1 is the last one after its norm."""
+    likeliest: int = 0
+    """Number of likeliest tokens at each place of a pass that `commit` receives, at most the vocabulary's size."""
     tree: Tree | None = None
     """With `branching = "own"`, the size of its trees: K is their depth, and no other tree can be requested. Its
     `Config` has a property `tree` with the same value, because the width of passes is fixed before a drafter is built.

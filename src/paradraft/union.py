@@ -5,6 +5,7 @@ Shape letters: B rows of a batch, n nodes of one tree, N nodes of the union.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from paradraft import ragged
 from paradraft.parents import parents_of_chains
-from paradraft.tree import ABSENT
+from paradraft.tree import ABSENT, Tree
 
 
 def union_of_trees(
@@ -21,14 +22,16 @@ def union_of_trees(
     confidence: Sequence[Tensor | None],
     values: Sequence[list[list[float]] | None],
     device: torch.device | None = None,
+    shape: Tree | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[list[float]] | None]:
-    """Merges the trees of each row; see `merged`.
+    """Merges the trees of each row; see `merged`, and for a shape `shaped`.
 
     Args:
         tokens: of each tree, B rows of n ids, `ABSENT` where a row has fewer nodes.
         parents: likewise.
         confidence: `[B, n]` of each tree, or None, which counts as 1.
         values: of each tree, by row and node, or None.
+        shape: of the union; None for all nodes. With a shape all trees have values.
 
     Returns:
         Tokens, parents and confidence `[B, N]`, and values by row and node. The confidence of a node is the largest
@@ -41,13 +44,16 @@ def union_of_trees(
     ([[[5, 6, 8], [7, -1, -1]], [[-1, 0, 0], [-1, -1, -1]]], [[0.9, 0.5, 0.7], [0.3]])
     """
     trees = list(map(merged, *(zip(*parts, strict=True) for parts in (tokens, parents))))
+    known = [each for each in values if each is not None]
+    largest = [_largest(*row) for row in zip(trees, *known, strict=True)] if len(known) == len(values) else None
+    if shape is not None:
+        assert largest is not None
+        trees, largest = map(list, zip(*(shaped(*row, shape) for row in zip(trees, largest, strict=True)), strict=True))
     tokens_BN = ragged.from_lists([tree[0] for tree in trees], device)
     if all(tree[1] == list(range(-1, len(tree[1]) - 1)) for tree in trees):
         parents_BN = parents_of_chains(*tokens_BN.shape, device)  # passes of chains are faster
     else:
         parents_BN = ragged.from_lists([tree[1] for tree in trees], device)
-    known = [each for each in values if each is not None]
-    largest = [_largest(*row) for row in zip(trees, *known, strict=True)] if len(known) == len(values) else None
     if not tokens_BN.shape[1] or all(each is None for each in confidence):
         return tokens_BN, parents_BN, None, largest
     surest_BN = torch.zeros(tokens_BN.shape, device=device)
@@ -59,7 +65,40 @@ def union_of_trees(
     return tokens_BN, parents_BN, surest_BN, largest
 
 
-def _largest(tree: tuple[list[int], list[int], list[list[int]]], *values: list[float]) -> list[float]:
+MergedTree = tuple[list[int], list[int], list[list[int]]]
+"""What `merged` returns."""
+
+
+def shaped(tree: MergedTree, values: list[float], shape: Tree) -> tuple[MergedTree, list[float]]:
+    """The nodes of largest value, the largest first, and their values.
+
+    Args:
+        values: of the nodes, never above the parent's.
+        shape: a budget of nodes, or paths: a node's rank is that of its value among its siblings'.
+
+    >>> shaped(([5, 6, 7], [-1, -1, 0], [[0, 1, 2]]), [0.5, 0.3, 0.4], Tree(budget=2))
+    (([5, 7], [-1, 0], [[0, -1, 1]]), [0.5, 0.4])
+    """
+    tokens, parents, nodes_of = tree
+    order = sorted(range(len(tokens)), key=lambda node: -values[node])  # of equal values the parent comes first
+    if shape.paths is None:
+        kept = order[: shape.nodes]
+    else:
+        path_of: dict[int, tuple[int, ...]] = {ABSENT: ()}
+        ranks: Counter[int] = Counter()
+        for node in order:
+            path_of[node] = *path_of[parents[node]], ranks[parents[node]]
+            ranks[parents[node]] += 1
+        kept = [node for node in order if path_of[node] in shape.paths]
+    new = {ABSENT: ABSENT} | {node: index for index, node in enumerate(kept)}
+    return (
+        [tokens[node] for node in kept],
+        [new[parents[node]] for node in kept],
+        [[new.get(node, ABSENT) for node in nodes] for nodes in nodes_of],
+    ), [values[node] for node in kept]
+
+
+def _largest(tree: MergedTree, *values: list[float]) -> list[float]:
     """The largest value of each node of a union in any of its trees."""
     found = [0.0] * len(tree[0])
     for nodes, of_tree in zip(tree[2], values, strict=True):
@@ -69,9 +108,7 @@ def _largest(tree: tuple[list[int], list[int], list[list[int]]], *values: list[f
     return found
 
 
-def merged(
-    tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
-) -> tuple[list[int], list[int], list[list[int]]]:
+def merged(tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> MergedTree:
     """Merges trees so that equal siblings are one node.
 
     Nodes come in the order of the trees: the first node of each, then the second of each. So parents come before their

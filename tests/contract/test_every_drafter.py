@@ -238,7 +238,8 @@ def test_state_is_a_function_of_the_rounds(family: Path, name: str, varying: boo
     for request, tokens in list(zip(asked, found[0][1], strict=True))[:3]:
         answer = plain.generate([request.tokens], max_new_tokens=110, sampling=request.sampling)
         assert tokens == answer[0].tokens[: len(tokens)]
-    assert len({str(drafts[0]) for drafts in found[0][0]}) > 3, "drafts change from round to round"
+    kinds = [{str(drafts[request]) for drafts in found[0][0]} for request in range(3)]
+    assert max(map(len, kinds)) > 3, "drafts change from round to round"
 
 
 @pytest.mark.parametrize("runtime", mostly_slow(RUNTIMES, quick=["compiled, bfloat16"]), indirect=True)

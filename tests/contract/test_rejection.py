@@ -17,7 +17,7 @@ from tests.contract.test_every_drafter import PROMPTS, engine
 from tests.support.quick import mostly_slow
 
 DRAFTERS = [name for name in drafter_names() if name != "none" and not drafter_class(name).traits.needs_drawn]
-DRAFTERS.append("ngram+suffix")
+DRAFTERS += ["ngram+suffix", "suffix+recycle"]
 DRAFTING = [name for name in DRAFTERS if not drafter_class(name).traits.needs_grammar]
 """Those that draft for the requests of the audit."""
 TREES = {"chain": None, "grown": Tree(budget=7), "fixed": Tree(paths=((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))}

@@ -17,8 +17,8 @@ from paradraft.train import recipe_class, trainee_module, trainee_names
 from paradraft.train.drafters.heads import HeadRecipe
 from paradraft.train.run import launch
 
-DRAFTERS = [*drafter_names(), "ngram+pard"]
-"""Every drafter, and a union."""
+DRAFTERS = [*drafter_names(), "ngram+pard", "suffix+recycle"]
+"""Every drafter, a union of chains, and a union whose parts estimate."""
 FURTHER = {
     "eagle_parallel": {"previous_token_rank": 6, "target_layers": [1, -1]},
     "eagle": {"target_layers": [0, 2, -1]},

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.core import Draft, Probes
+from paradraft.core import Draft
 from paradraft.decode.lengths.draft_length import Confidence
 from paradraft.parents import is_chain
+from paradraft.probes import Probes
 from paradraft.ragged import from_lists
-from paradraft.tree import ABSENT
+from paradraft.tree import ABSENT, Tree
 
-Tree = tuple[list[int], list[int]]
+Nodes = tuple[list[int], list[int]]
 
 
 @st.composite
-def trees(draw: st.DrawFn) -> Tree:
+def trees(draw: st.DrawFn) -> Nodes:
     """A tree with different siblings; some nodes are absent, and with them those after them."""
     tokens: list[int] = []
     parents: list[int] = []
@@ -39,14 +42,14 @@ def paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
     return [path for path in found if path is not None]
 
 
-def draft_of(rows: list[Tree]) -> Draft:
+def draft_of(rows: list[Nodes]) -> Draft:
     tokens, parents = (from_lists([row[part] for row in rows]) for part in range(2))
     return Draft(tokens=tokens, parents=parents)
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1, 3).flatmap(lambda rows: st.lists(st.lists(trees(), min_size=rows, max_size=rows), min_size=1)))
-def test_a_union_has_every_path_once(parts: list[list[Tree]]) -> None:
+def test_a_union_has_every_path_once(parts: list[list[Nodes]]) -> None:
     """Guards equal siblings, of which only one could be accepted; children before their parents, which see nothing of
     them; paths that are lost; and passes that are wider than their widest row."""
     union = Draft.union(*map(draft_of, parts))
@@ -106,3 +109,38 @@ def test_what_cannot_be_merged_is_refused(more: dict[str, object]) -> None:
     chain = Draft.chain(torch.tensor([[5, 6]]))
     with pytest.raises(AssertionError):
         Draft.union(chain, Draft(tokens=chain.tokens, parents=chain.parents, **more))
+
+
+VALUED = (
+    Draft(
+        tokens=torch.tensor([[5, 6, 7]]), parents=torch.tensor([[-1, 0, -1]]), values=[[0.6, 0.5, 0.2]]
+    ),
+    Draft(
+        tokens=torch.tensor([[5, 8, 9, ABSENT]]), parents=torch.tensor([[-1, 0, -1, -1]]), values=[[0.7, 0.1, 0.3]]
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "parents", "values"),
+    [
+        (Tree(budget=9), [5, 6, 9, 7, 8], [-1, 0, -1, -1, 0], [0.7, 0.5, 0.3, 0.2, 0.1]),
+        (Tree(budget=3), [5, 6, 9], [-1, 0, -1], [0.7, 0.5, 0.3]),
+        (Tree(paths=((0,), (2,), (0, 1))), [5, 7, 8], [-1, -1, 0], [0.7, 0.2, 0.1]),
+    ],
+)
+def test_a_shape_keeps_the_nodes_of_largest_value(
+    shape: Tree, tokens: list[int], parents: list[int], values: list[float]
+) -> None:
+    """Guards the node budget that parts share, the order that policies expect, and ranks among all siblings."""
+    union = Draft.union(*VALUED, shape=shape)
+    assert (union.tokens.tolist(), union.parents.tolist(), union.values) == ([tokens], [parents], [values])
+
+
+def test_a_shaped_union_keeps_the_surest_confidence() -> None:
+    """Guards confidence against the order of nodes before they were sorted by value."""
+    sure = [dataclasses.replace(draft, confidence=torch.full(draft.tokens.shape, 0.5)) for draft in VALUED]
+    sure[1] = dataclasses.replace(sure[1], confidence=torch.tensor([[0.1, 0.9, 0.8, 0.0]]))
+    union = Draft.union(*sure, shape=Tree(budget=5))
+    assert union.confidence is not None
+    assert union.confidence[0].tolist() == pytest.approx([0.5, 0.5, 0.8, 0.5, 0.9])

@@ -69,9 +69,11 @@ class RecordingTarget(Target):
         """Index of a prompt, and of its new token that was to be chosen by logits that are not numbers."""
         self._prompt_of_row: list[int] = []
 
-    def start(self, reserved_tokens: Iterable[int] = (), hidden_layers: tuple[int, ...] = ()) -> None:
+    def start(
+        self, reserved_tokens: Iterable[int] = (), hidden_layers: tuple[int, ...] = (), likeliest: int = 0
+    ) -> None:
         """See `Target`."""
-        super().start(reserved_tokens, hidden_layers)
+        super().start(reserved_tokens, hidden_layers, likeliest)
         self.rows, self.not_numbers, self._prompt_of_row = [], [], []
 
     def join(self, requests: Sequence[Request], prefixes: Sequence[tuple[SavedRow, int] | None] = ()) -> Committed:

@@ -63,7 +63,7 @@ class Batch:
         self.drafting = Drafting(
             rule=rule_name(rule),
             draws=rule_class(rule).draws,
-            tree=tree,
+            tree=drafter.traits.shape(tree, lengths.k) if drafter.traits.branching == "tree" else tree,
             wants_confidence=lengths.wants_confidence,
         )
         self.generations: list[Generation] = []
@@ -149,7 +149,7 @@ class Batch:
     def _start(self) -> None:
         device = self.target.device
         drafter = self.drafter
-        self.target.start(drafter.reserved_tokens, drafter.hidden_layers)
+        self.target.start(drafter.reserved_tokens, drafter.hidden_layers, drafter.likeliest)
         self._start_number = self.target.starts
         self.drafter.start(self.drafting, device)
         self.sampler = Sampler(drafting=self.drafting, device=device, faster=self.target.lm.draw)

@@ -13,8 +13,6 @@ rises with the length too (docs/decisions.md, 107), so that a draft ends where t
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,15 +20,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.drafters.parts.best_first import Child, Node, draft_of, grown
 from paradraft.drafters.parts.corpus import Corpus, check_corpus, read_corpus
 from paradraft.drafters.parts.match_chance import chain_values, chance
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.parents import parents_of_chains
 from paradraft.traits import Traits
-from paradraft.tree import ABSENT, MOST_CANDIDATES, Tree
+from paradraft.tree import ABSENT, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,22 +52,6 @@ class Config:
                 raise ValueError(f"{name}={value}: use {least} to {most}")
         if self.corpus is not None:
             check_corpus(self.corpus)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Node:
-    """A drafted token.
-
-    Args:
-        parent: index of its parent, -1 for the last committed token.
-        value: estimated probability of the path to it.
-        sure: share of the likeliest token at its place.
-    """
-
-    token: int
-    parent: int
-    value: float
-    sure: float
 
 
 TRIED = 24
@@ -141,30 +122,18 @@ class Text:
         tokens: Sequence[int], places: list[int], least: int, k: int, floor: float, tree: Tree | None
     ) -> list[Node]:
         """The continuations from places that match over `least` tokens: the likeliest chain, or nodes of a tree."""
-        nodes = list[Node]()
-        width, most = (1, k) if tree is None else (MOST_CANDIDATES, tree.nodes)
-        paths = None if tree is None else tree.paths
-        heap: list[tuple[float, int, tuple[int, ...], Node, list[int]]] = []
 
-        def add_children(value: float, path: tuple[int, ...], parent: int, places: list[int]) -> None:
-            places = [place for place in places if place < len(tokens) and tokens[place] != ABSENT]
-            counts = Counter(tokens[place] for place in places).most_common(width)
-            for rank, (token, votes) in enumerate(counts):
-                of_path = value * chance(least + len(path), votes, len(places))
-                path_to_it = *path, rank
-                if of_path >= floor and (paths is None or path_to_it in paths):
-                    node = Node(token=token, parent=parent, value=of_path, sure=counts[0][1] / len(places))
-                    after = [place + 1 for place in places if tokens[place] == token]
-                    heapq.heappush(heap, (-of_path, next(order), path_to_it, node, after))
+        def children(places: list[int], depth: int) -> list[Child]:
+            counts = Counter(tokens[place] for place in places)
+            return [(token, chance(least + depth, votes, len(places))) for token, votes in counts.most_common()]
 
-        order = itertools.count()  # of equal nodes the first found, a parent before its children
-        add_children(1.0, (), ABSENT, places)
-        while heap and len(nodes) < most:
-            _, _, path, node, places = heapq.heappop(heap)
-            nodes.append(node)
-            if len(path) < k:
-                add_children(node.value, path, len(nodes) - 1, places)
-        return nodes
+        def after(places: list[int], token: int) -> list[int]:
+            return inside([place + 1 for place in places if tokens[place] == token])
+
+        def inside(places: list[int]) -> list[int]:
+            return [place for place in places if place < len(tokens) and tokens[place] != ABSENT]
+
+        return grown(inside(places), children, after, k=k, tree=tree, floor=floor)
 
 
 class SuffixDrafter(Drafter):
@@ -197,19 +166,7 @@ class SuffixDrafter(Drafter):
         tree = self._drafting.tree
         asked = zip(self._texts, lengths, strict=True)
         drafts = [text.draft(self.config, k, tree, self.corpus) if k else [] for text, k in asked]
-        tokens_BN = ragged.from_lists([[node.token for node in nodes] for nodes in drafts], self._device)
-        parents = [[node.parent for node in nodes] for nodes in drafts]
-        if tree is None:
-            parents_BN = parents_of_chains(*tokens_BN.shape, self._device)
-        else:
-            parents_BN = ragged.from_lists(parents, self._device)
-        sure = None
-        if self._drafting.wants_confidence:
-            N = tokens_BN.shape[1]
-            rows = [[node.sure for node in nodes] + [0.0] * (N - len(nodes)) for nodes in drafts]
-            sure = torch.tensor(rows, device=self._device).view(tokens_BN.shape)
-        values = [[node.value for node in nodes] for nodes in drafts]
-        return Draft(tokens=tokens_BN, parents=parents_BN, confidence=sure, values=values)
+        return draft_of(drafts, self._drafting, self._device)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> SuffixDrafter:

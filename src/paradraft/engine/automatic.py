@@ -11,8 +11,8 @@ from paradraft.formats.pard import declared_mask_id
 from paradraft.models.names import POCKET, is_shape
 from paradraft.sources.loading import config_of, locate
 
-WITHOUT_MODEL = "suffix"
-"""The drafter that needs nothing beside the target."""
+WITHOUT_MODEL = "suffix+recycle"
+"""The drafters that need nothing beside the target."""
 FORCED = "forced"
 """The drafter that drafts what a request's grammar leaves no choice about."""
 SHIPPED = "pard"
@@ -37,9 +37,8 @@ def automatic(target: str, speculation: Speculation, *, has_grammars: bool = Fal
     elif target == POCKET:
         drafter, why = SHIPPED, "is shipped with the pocket family"
     else:
-        drafter, why = WITHOUT_MODEL, "needs no draft model, and drafts where that pays"
-        if has_grammars and speculation.tree is None:
-            drafter = f"{FORCED}+{drafter}"
+        why = "needs no draft model, and drafts where that pays"
+        drafter = f"{FORCED}+{WITHOUT_MODEL}" if has_grammars else WITHOUT_MODEL
     return replace(speculation, drafter=drafter, reason=f"drafter {drafter}: it {why}")
 
 

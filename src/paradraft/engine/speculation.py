@@ -167,7 +167,7 @@ class Speculation:
             )
         if self.tree is None:
             return
-        if drafter.traits.parts > 1:
+        if drafter.traits.parts > 1 and not drafter.traits.estimates:
             raise ValueError("drafters joined by + draft the tree of their chains: leave the tree out")
         if drafter.traits.branching == "chain":
             raise ValueError("this drafter drafts chains only: leave the tree out")

@@ -18,10 +18,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paradraft.core import Draft, Probes
+from paradraft.core import Draft
 from paradraft.formats.head import Head
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM, ForwardOut
+from paradraft.probes import Probes
 from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates
 from paradraft.sampling.sparse_tree import Accuracy, StateTree, best_trees, is_accuracy

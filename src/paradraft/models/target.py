@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
 from paradraft.models.cached_rows import SavedRow
 from paradraft.models.causal_lm import CausalLM
+from paradraft.models.likeliest_tokens import likeliest_after
 from paradraft.models.prompt_tokens import forward_with_probes
 from paradraft.parents import depths, logit_rows, parents_of_chains, with_root
 from paradraft.ragged import from_lists, upload
@@ -113,14 +114,18 @@ class Target:
         """
         return end_of_turn(self.tokenizer) in self.named_ends
 
-    def start(self, reserved_tokens: Iterable[int] = (), hidden_layers: tuple[int, ...] = ()) -> None:
+    def start(
+        self, reserved_tokens: Iterable[int] = (), hidden_layers: tuple[int, ...] = (), likeliest: int = 0
+    ) -> None:
         """Removes all rows and starts a batch for one drafter.
 
         Args:
             reserved_tokens: never chosen.
             hidden_layers: whose states `join` and every round return.
+            likeliest: number of likeliest tokens at each place that every round returns.
         """
         self._hidden_layers = hidden_layers
+        self._likeliest = likeliest
         self._prefill = None
         self.lm.start()
         self.lm.reserve(reserved_tokens)
@@ -215,7 +220,8 @@ class Target:
             out, probes = forward_with_probes(self.lm, draft.probes, tokens, parents, rows_BM, self._hidden_layers)
             return TargetOut(logits=out.logits, hidden=out.hidden, probes=probes)
         out = self.lm.forward(tokens, parents, hidden_layers=self._hidden_layers)
-        return TargetOut(logits=out.logits, hidden=out.hidden)
+        likeliest = likeliest_after(self.lm, draft, out.logits, self._likeliest) if self._likeliest else None
+        return TargetOut(logits=out.logits, hidden=out.hidden, likeliest=likeliest)
 
     def commit(self, verdict: Verdict, out: TargetOut) -> Committed:
         """Keeps the accepted path; the verdict's next token becomes the new root."""
@@ -227,7 +233,9 @@ class Target:
             rows_BM = from_lists(rows, self.device).clamp(min=0)
             hidden = {layer: gathered(state, rows_BM) for layer, state in out.hidden.items()}
         probes = None if out.probes is None else out.probes.after(upload([row[-1] - 1 for row in rows], self.device))
-        return Committed(tokens=verdict.tokens, hidden=hidden, drawn=verdict.drawn, probes=probes)
+        return Committed(
+            tokens=verdict.tokens, hidden=hidden, drawn=verdict.drawn, probes=probes, likeliest=out.likeliest
+        )
 
     def keep(self, rows: Tensor) -> None:
         """Drops all rows but `rows`, `[b]` old indices in the new order; one in chunked prefill stays."""

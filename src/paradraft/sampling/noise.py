@@ -5,7 +5,8 @@ Shape letters: B rows of a batch, N positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -82,6 +83,13 @@ def uniform_numbers(seed: int | Tensor, positions_BN: Tensor) -> Tensor:
 def _uniform_number(mixed_seed: int, position: int) -> float:
     start = _mixed_word(mixed_seed + (position + 1) * _GOLDEN & _WORD)
     return ((_mixed_word(start + _GOLDEN & _WORD) >> 12) + 0.5) * 2.0**-52
+
+
+def few_gumbel(seed: int, position: int, ids: Sequence[int]) -> list[float]:
+    """`gumbel_noise` of a few tokens at a position, but for the rounding of its logarithms."""
+    start = _mixed_word(_mixed_word(seed + _GOLDEN & _WORD) + (position + 1) * _GOLDEN & _WORD)
+    bits = (_mixed_word(start + (token + 1) * _GOLDEN & _WORD) >> 12 for token in ids)
+    return [-math.log(-math.log((each + 0.5) * 2.0**-52)) for each in bits]
 
 
 def seed_of(seed: int | Tensor, purpose: int) -> Tensor:

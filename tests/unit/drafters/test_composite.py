@@ -16,7 +16,7 @@ from paradraft.bench.labels import labels
 from paradraft.bench.spec import Method
 from paradraft.bench.synthetic import SyntheticAcceptance
 from paradraft.cli import main
-from paradraft.core import CHAINS, Draft, Drafter
+from paradraft.core import CHAINS, Draft, Drafter, Drafting
 from paradraft.decode.batch import Batch
 from paradraft.decode.generation import Generation
 from paradraft.drafters import (
@@ -35,9 +35,14 @@ from paradraft.drafters.ngram import Config as NgramConfig
 from paradraft.drafters.ngram import NgramDrafter
 from paradraft.drafters.pard import PardDrafter
 from paradraft.drafters.parts.composite import Composite
+from paradraft.drafters.recycle import Config as RecycleConfig
+from paradraft.drafters.recycle import RecycleDrafter
+from paradraft.drafters.suffix import Config as SuffixConfig
+from paradraft.drafters.suffix import SuffixDrafter
 from paradraft.engine.engine import Engine
 from paradraft.engine.loader import load
 from paradraft.engine.speculation import Speculation
+from paradraft.likeliest import Likeliest
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.traits import Traits
@@ -227,6 +232,30 @@ class FewHeads(NgramDrafter):
         return super().propose(lengths, after)
 
 
+def test_a_part_learns_from_the_nodes_of_the_others() -> None:
+    """Guards knowledge that the whole pass gives: `recycle` learns what followed a node that `suffix` drafted, and its
+    own tree is merged with that of the text within the budget."""
+    parts = [SuffixDrafter(SuffixConfig()), RecycleDrafter(RecycleConfig())]
+    union = Composite(parts)
+    assert union.likeliest == 8 and union.traits.branching == "tree" and union.traits.estimates
+    union.start(Drafting(tree=Tree(budget=3)), torch.device("cpu"))
+    union.join(requests([[5, 6, 9, 5, 6]]), committed([5, 6, 9, 5, 6]))
+    first = union.propose([2])
+    assert first.tokens.tolist() == [[9, 5]]
+    likeliest = Likeliest(
+        read=[[9, 5]],
+        parents=[[-1, 0]],
+        tokens=[[[2, 3], [4, 1], [6, 1]]],
+        logits=[[[9.0, 8.0], [9.0, 0.0], [9.0, 0.0]]],
+    )
+    union.commit(dataclasses.replace(committed([3, 9]), likeliest=likeliest))
+    assert union.propose([1]).tokens.tolist() == [[4, 5]], "after the refused 9 the target said 4; in the text 5 came"
+    union.commit(committed([5, 6]))
+    draft = union.propose([1])
+    assert sorted(draft.tokens[0].tolist()) == [2, 3], "3 followed 9, 5, 6 in the text, and was likely after 5, 6"
+    assert union.propose([2]).tokens.shape == (1, 3)
+
+
 def test_a_part_is_asked_for_no_more_than_it_can_draft(plain: Engine) -> None:
     """Guards drafters with a number of heads, beside others without."""
     few, more = FewHeads(NgramConfig()), NgramDrafter(NgramConfig(max_ngram=1))
@@ -292,7 +321,6 @@ def test_a_union_is_written_with_plus() -> None:
             {"drafter": "ngram:size=1+pard"},
             "'ngram_size=1' is no setting=value of it; its settings are ngram_max_ngram",
         ),
-        ({"drafter": "ngram+suffix", "tree": Tree(budget=8)}, "draft the tree of their chains: leave the tree out"),
         ({"drafter": "ngram+pard", "verify": "rejection"}, "do not draw from one distribution.*use verify='match'"),
         ({"drafter": "ngram+pard", "tree": Tree(budget=8)}, "draft the tree of their chains: leave the tree out"),
         (

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from paradraft.core import Draft, Probes, Request
+from paradraft.core import Draft, Request
 from paradraft.decode.generation import Generation
 from paradraft.drafters.ppd import PpdDrafter
 from paradraft.engine.engine import Engine
 from paradraft.engine.loader import load
 from paradraft.formats.head import read_head
 from paradraft.models.runtime import Runtime
+from paradraft.probes import Probes
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT
 from tests.conftest import VOCAB

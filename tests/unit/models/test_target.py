@@ -189,3 +189,25 @@ def test_rows_begin_with_what_was_saved_of_others() -> None:
     before = ours.lm.passes.copy()
     ours.join(requests([[1, 2, 3, 4]]), [(saved, 4)])
     assert ours.lm.cache.lengths[-1] == 3 and ours.lm.passes == before, "the last token is read in the next round"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_likeliest_tokens_of_a_pass(compiled: bool) -> None:
+    """Guards drafters that learn from passes in C++ and by torch: tokens after every node, refused ones too, without
+    those that may not be chosen; prompts tell none."""
+    ours = target_of(CausalLM(tiny_model(1).float(), vocab_size=VOCAB, compiled=compiled))
+    assert ours.lm.is_native == compiled
+    ours.start(reserved_tokens=[7], likeliest=3)
+    assert ours.join(requests([[5, 6], [8]])).likeliest is None
+    draft = Draft(tokens=torch.tensor([[4, 9], [3, ABSENT]]), parents=torch.tensor([[-1, -1], [-1, 0]]))
+    out = ours.forward(draft)
+    known = ours.commit(Verdict.of(draft, [[1], []], [2, 2]), out).likeliest
+    assert known is not None and (known.read, known.parents) == draft.lists
+    for row, nodes in ((0, 3), (1, 2)):
+        best = out.logits[row, :nodes].topk(3)
+        assert known.tokens[row][:nodes] == best.indices.tolist()
+        assert known.logits[row][:nodes] == best.values.tolist()
+        assert all(7 not in tokens for tokens in known.tokens[row][:nodes])
+    ours.start()
+    ours.join(requests([[5, 6]]))
+    assert ours.forward(Draft.empty(1, ours.device)).likeliest is None

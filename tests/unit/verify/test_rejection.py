@@ -255,6 +255,32 @@ def siblings_with_replacement(draft: Draft, out: TargetOut, sampler: Scripted) -
     return verify(Draft(tokens=draft.tokens, parents=draft.parents, probs=probs), out, sampler)
 
 
+def cut(draft: Draft, is_sure: Callable[[list[float], int], bool]) -> Draft:
+    """Removes nodes of which a drafter is not sure, by their distribution and token, and all below them."""
+    assert draft.probs is not None
+    tokens, probs = draft.tokens.tolist(), draft.probs.tolist()
+    are_kept: list[list[bool]] = []
+    for row, parents in enumerate(draft.parents.tolist()):
+        are_kept.append([])
+        for node, parent in enumerate(parents):
+            is_after_kept = parent == ABSENT or are_kept[row][parent]
+            are_kept[row].append(is_after_kept and is_sure(probs[row][node], tokens[row][node]))
+    return Draft(
+        tokens=draft.tokens.masked_fill(~torch.tensor(are_kept), ABSENT), parents=draft.parents, probs=draft.probs
+    )
+
+
+def routed_by_distributions(draft: Draft, out: TargetOut, sampler: Scripted) -> Verdict:
+    """Leaves a node out where the drafter's distribution is flat, whatever was drawn from it."""
+    return verify(cut(draft, lambda q, token: max(q) >= 0.4), out, sampler)
+
+
+def routed_by_drawn_values(draft: Draft, out: TargetOut, sampler: Scripted) -> Verdict:
+    """Leaves a node out where the drawn token has a small probability, as routing between sampled chains by their
+    confidence does (TAPS, `ea_model_dual.py`)."""
+    return verify(cut(draft, lambda q, token: token == ABSENT or q[token] >= 0.3), out, sampler)
+
+
 def pad_is_zero(draft: Draft, out: TargetOut, sampler: Scripted) -> Verdict:
     """Takes absent nodes for drafts of token 0."""
     return verify(Draft(tokens=draft.tokens.clamp(min=0), parents=draft.parents, probs=draft.probs), out, sampler)
@@ -284,11 +310,19 @@ def p_one_row_too_late(draft: Draft, out: TargetOut, sampler: Scripted) -> Verdi
         (target_after_rejection, "tree", False),
         (siblings_with_replacement, "three siblings", True),
         (pad_is_zero, "ragged", True),
+        (routed_by_drawn_values, "chain", True),
+        (routed_by_drawn_values, "tree", True),
     ],
 )
 def test_wrong_rules_are_caught(wrong: Verify, shape: str, sampled: bool) -> None:
     """Control: an enumeration that these rules pass would not guard losslessness."""
     assert largest_error(wrong, shape, sampled=sampled) > 1e-3
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_drafts_may_be_cut_by_their_distributions(shape: str) -> None:
+    """Guards length policies and routing that look at the drafter's confidence: they may, until a token is drawn."""
+    assert largest_error(routed_by_distributions, shape, sampled=True) < 1e-12
 
 
 def with_one_number(shape: str, *, numbers: int = 500) -> dict[tuple[int, ...], float]:

@@ -30,7 +30,8 @@ from paradraft.union import merged
 class Composite(Drafter):
     """Drafts the union of the drafts of its parts, which all draft in every round.
 
-    Parts draft chains, at most K tokens each. One that drafts at most `max_k` is asked for no more.
+    Parts draft chains, at most K tokens each. If all of them estimate, they draft trees, and the union has the nodes of
+    largest value. A part that drafts at most `max_k` is asked for no more.
 
     Raises:
         ValueError: a part decides the size of its drafts, see `traits_of_union`.
@@ -44,14 +45,16 @@ class Composite(Drafter):
         self.hidden_layers = tuple(dict.fromkeys(layer for part in parts for layer in part.hidden_layers))
         self.reserved_tokens = tuple(dict.fromkeys(token for part in parts for token in part.reserved_tokens))
         self.models = tuple(model for part in parts for model in part.models)
+        self.likeliest = max(part.likeliest for part in parts)
         self._drafts: list[Draft] = []
         """The last drafts of the parts, if one needs what the target has drawn after its nodes."""
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """See `Drafter`."""
-        self._drafts = []
+        self._drafts, self._tree = [], drafting.tree
+        chains = dataclasses.replace(drafting, tree=None)
         for part in self.parts:
-            part.start(drafting, device)
+            part.start(drafting if part.traits.branching == "tree" else chains, device)
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """See `Drafter`."""
@@ -68,7 +71,7 @@ class Composite(Drafter):
             self._drafts = drafts
             return Draft.union(*drafts)
         drafts = [draft for draft in drafts if draft.tokens.shape[1]] or drafts[:1]
-        return drafts[0] if len(drafts) == 1 else Draft.union(*drafts)
+        return drafts[0] if len(drafts) == 1 else Draft.union(*drafts, shape=self._tree)
 
     def commit(self, new: Committed) -> None:
         """Adds the committed tokens to all parts, and for each what the target has drawn after its own nodes."""
@@ -119,11 +122,13 @@ def traits_of_union(names: Sequence[str], traits: Sequence[Traits]) -> Traits:
     for name, each in zip(names, traits, strict=True):
         if each.branching == "own":
             raise ValueError(f"drafter {name!r} decides the size of its drafts itself, so it cannot be joined by +")
+    estimates = all(each.estimates for each in traits)
     return Traits(
         label=" + ".join(each.label or name for name, each in zip(names, traits, strict=True)),
         words="their drafts in one tree",
+        branching="tree" if estimates else "chain",
         needs_drawn=any(each.needs_drawn for each in traits),
-        estimates=all(each.estimates for each in traits),
+        estimates=estimates,
         depends_on_rounds=any(each.depends_on_rounds for each in traits),
         needs_grammar=all(each.needs_grammar for each in traits),
         parts=sum(each.parts for each in traits),

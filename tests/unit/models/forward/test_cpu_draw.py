@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paradraft.core import INVALID, Request
-from paradraft.models.forward.cpu.draw import draw
+from paradraft.models.forward.cpu.draw import draw, likeliest
 from paradraft.sampling.noise import gumbel_noise
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
@@ -219,3 +219,28 @@ def test_top_p_of_large_logits_is_torchs() -> None:
     sampling = Sampling(temperature=1.0, top_p=0.5521055323507861)
     assert draw(logits, [sampling], positions, threads=1) is None
     assert draw(logits - 104200, [sampling], positions, threads=1) is not None
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize("count", [1, 8, 300])
+def test_the_likeliest_are_those_of_a_sort(kind: str, size: int, count: int) -> None:
+    """Guards chunks that are left out, ends of the vocabulary, ties, tokens that may not be chosen, and strides."""
+    generator = torch.Generator().manual_seed(size)
+    logits = LOGITS[kind]((2, 6, size), generator)[:, ::2]
+    tokens, best = likeliest(logits, count, threads=2)
+    assert tokens.shape == best.shape == (2, 3, count)
+    sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)
+    order, sorted_logits = order[..., :count], sorted_logits[..., :count]
+    assert torch.equal(best[..., :size], sorted_logits)
+    assert torch.equal(tokens[..., :size], order.masked_fill(sorted_logits == -torch.inf, -1))
+    assert bool((tokens[..., size:] == -1).all()) and bool((best[..., size:] == -torch.inf).all())
+
+
+def test_of_no_numbers_none_is_likely() -> None:
+    """Guards drafters against tokens of a pass that has failed."""
+    logits = torch.zeros(1, 3, 600)
+    logits[0, 1, 511] = torch.nan
+    logits[0, 2] = -torch.inf
+    tokens, _ = likeliest(logits, 2, threads=1)
+    assert tokens.tolist() == [[[0, 1], [-1, -1], [-1, -1]]]

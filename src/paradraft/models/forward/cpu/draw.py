@@ -1,6 +1,6 @@
-"""Sampling of tokens from logits in C++ (`draw.cpp`).
+"""Sampling of tokens from logits, and the likeliest tokens, in C++ (`draw.cpp`).
 
-Shape letters: B rows of a batch, R positions, V vocabulary.
+Shape letters: B rows of a batch, R positions, C tokens of a position, V vocabulary.
 """
 
 from __future__ import annotations
@@ -48,6 +48,26 @@ def draw(logits_BRV: Tensor, samplings: Sequence[Sampling], positions_BR: Tensor
         tokens_BR.data_ptr(), threads,
     )  # fmt: skip
     return None if is_undecided else tokens_BR
+
+
+def likeliest(logits_BRV: Tensor, count: int, *, threads: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens `[B, R, C]` of each position, the best first, and their logits; of equal ones the first id.
+
+    `ABSENT` with -inf after the last token whose logit is above -inf, and where logits are NaN.
+
+    Args:
+        logits_BRV: float32, on the CPU.
+        count: C, at least 1.
+        threads: most threads.
+    """
+    (B, R, V), C = logits_BRV.shape, count
+    logits_BRV = logits_BRV if logits_BRV.stride(2) == 1 else logits_BRV.contiguous()
+    tokens_BRC = torch.empty(B, R, C, dtype=torch.long, device="cpu")
+    best_BRC = torch.empty(B, R, C, dtype=torch.float32, device="cpu")
+    library().likeliest_tokens(
+        logits_BRV.data_ptr(), *logits_BRV.stride()[:2], V, B, R, C, tokens_BRC.data_ptr(), best_BRC.data_ptr(), threads
+    )
+    return tokens_BRC, best_BRC
 
 
 def _choice(sampling: Sampling, vocabulary: int) -> _Choice:

@@ -20,6 +20,7 @@ struct Choice {
 };
 
 constexpr int64_t INVALID = -2, UNDECIDED = -3;  // tokens: of logits that are no numbers; that roundings could change
+constexpr int64_t ABSENT = -1;                   // padding of tokens
 constexpr int64_t CHUNK = 256;                   // tokens whose highest logit is remembered
 constexpr double MOST_NOISE = 36.75;             // of the largest uniform number, 1 - 2^-53
 constexpr double LEAST_NOISE = -3.62;            // of the smallest, 2^-53
@@ -72,6 +73,28 @@ class Position {
         for (float& logit : highest) logit /= choice.temperature;
         likeliest.logit = largest / choice.temperature;
         return std::isfinite(likeliest.logit) ? draw_noised() : UNDECIDED;
+    }
+
+    /// Writes the `count` likeliest tokens, the best first, and their logits; -1 and -inf after the last that may be chosen,
+    /// and where logits are no numbers.
+    void likeliest_tokens(int64_t count, int64_t* tokens, float* their_logits) {
+        std::vector<Scaled> best;
+        if (look_through()) {
+            std::vector<float> sorted = highest;
+            int64_t kept = std::min(count, (int64_t)sorted.size());
+            std::nth_element(sorted.begin(), sorted.begin() + kept - 1, sorted.end(), std::greater<>());
+            float least = kept < count ? -INFINITY : sorted[kept - 1]; // as many chunks have one that is as likely
+            for (int64_t chunk = 0; chunk < (int64_t)highest.size(); chunk++)
+                for (int64_t i = chunk * CHUNK; highest[chunk] >= least && i < end_of(chunk); i++)
+                    if (logits[i] >= least && logits[i] > -INFINITY) best.push_back({logits[i], i});
+        }
+        auto is_before = [](const Scaled& one, const Scaled& other) { return one.is_before(other); };
+        int64_t found = std::min(count, (int64_t)best.size());
+        std::partial_sort(best.begin(), best.begin() + found, best.end(), is_before);
+        for (int64_t i = 0; i < count; i++) {
+            tokens[i] = i < found ? best[i].token : ABSENT;
+            their_logits[i] = i < found ? best[i].logit : -INFINITY;
+        }
     }
 
   private:
@@ -231,5 +254,21 @@ int64_t draw_tokens(
         });
     });
     return std::find(tokens, tokens + count, UNDECIDED) != tokens + count;
+}
+
+/// Writes the `count` likeliest tokens `[rows, places, count]` and their logits, see `Position::likeliest_tokens`.
+void likeliest_tokens(
+    const float* logits, int64_t row_stride, int64_t place_stride, int64_t vocabulary, int64_t rows, int64_t places,
+    int64_t count, int64_t* tokens, float* their_logits, int64_t threads
+) {
+    const Choice greedy = {0, 0, 1.0, 0.0f, -INFINITY};
+    Team::run(std::min(threads, rows * places), [&](Team& team) {
+        team.each(rows * places, 1, [&](Span some, int) {
+            for (int64_t i = some.first; i < some.last; i++) {
+                const float* from = logits + i / places * row_stride + i % places * place_stride;
+                Position(from, vocabulary, greedy, 0).likeliest_tokens(count, tokens + i * count, their_logits + i * count);
+            }
+        });
+    });
 }
 }

@@ -1,0 +1,163 @@
+"""Token recycling: drafts what the target thought likely when it last read the same tokens.
+
+No model (Luo, Wang, Zhu, Zhang, Zhang, Yang & Xu 2024, "Turning Trash into Treasure: Accelerating Inference of Large
+Language Models with Token Recycling", arXiv 2408.08696). In every pass the target computes logits after each node of
+the draft, refused ones included. The likeliest tokens after each are kept by the tokens before them, and the next
+drafts are grown from them.
+
+The paper keys by one token and drafts a fixed tree of 80 nodes by rank. Here a key of two tokens comes first (as in
+ADED, arXiv 2407.12021), logits are kept too, and their shares give each node an estimated chance (docs/decisions.md,
+112), so that a draft has the size that pays. Under the match rule the shares include the target's own noise, which
+decides between its likeliest tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paradraft.core import Committed, Draft, Drafter, Drafting, Request
+from paradraft.drafters.parts.best_first import Child, Node, draft_of, grown
+from paradraft.likeliest import Likeliest
+from paradraft.models.runtime import Runtime
+from paradraft.models.target import Target
+from paradraft.sampling.noise import few_gumbel
+from paradraft.traits import Traits
+from paradraft.tree import ABSENT, MOST_CANDIDATES, Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of the drafter.
+
+    Args:
+        width: likeliest tokens that are kept of each place, 1 to 16.
+        key: most tokens by which places are looked up: 1 or 2.
+        floor: least estimated probability of a drafted path, 0 to 1.
+    """
+
+    width: int = 8
+    key: int = 2
+    floor: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("width", 1, MOST_CANDIDATES), ("key", 1, 2), ("floor", 0, 1)):
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ValueError(f"{name}={value}: use {least} to {most}")
+
+
+BIAS_AND_SLOPE = {1: (-1.77, 0.45), 2: (-1.06, 0.64)}
+"""By the number of equal tokens before a place, the logistic function of the log-odds of a token's share that is its
+chance. Fitted to 30,000 tokens that answers of two models reached or refused; temperature adds little."""
+UNSURE = 0.01
+"""Shares count as at least this and at most one minus this: a context of two tokens says no more."""
+MOST_PLACES = 2**16
+"""Places that are kept of a row, the latest."""
+Pair = tuple[int, int]
+
+
+class KnownPlaces:
+    """What was likely after the tokens of a row, by these tokens.
+
+    >>> known = KnownPlaces(Request(tokens=[3, 4]), Config(), has_noise=True)
+    >>> places = {"read": [[5]], "parents": [[-1]], "tokens": [[[5, 8], [6, 9]]], "logits": [[[5.0, 1.0], [3.0, 2.0]]]}
+    >>> known.commit([8], Likeliest(**places), 0)
+    >>> known.commit([5], None, 0)
+    >>> [(node.token, node.parent) for node in known.draft(3, None)]
+    [(6, -1)]
+    """
+
+    def __init__(self, request: Request, config: Config, *, has_noise: bool) -> None:
+        self._config = config
+        self._seed = request.sampling.seed
+        self._temperature = request.sampling.temperature
+        self._has_noise = has_noise and self._temperature > 0.0
+        self._end: Pair = (request.tokens[-2] if len(request.tokens) > 1 else ABSENT, request.tokens[-1])
+        self._length = len(request.tokens)
+        self._known: dict[int | Pair, tuple[list[int], list[float]]] = {}
+        """Likeliest tokens and logits by the last token, and by the last two."""
+
+    def commit(self, tokens: list[int], likeliest: Likeliest | None, row: int) -> None:
+        """Keeps what was likely at the places of a pass, and appends committed tokens."""
+        if likeliest is not None:
+            # Of equal keys the node that comes first is kept: it is likelier to be in the text. After a place without
+            # an allowed token nothing is kept.
+            for pair, ids, logits in reversed(list(likeliest.places(row, *self._end))):
+                for key in (pair[1], pair)[: self._config.key if ids[0] != ABSENT else 0]:
+                    self._known.pop(key, None)
+                    self._known[key] = ids, logits
+            while len(self._known) > MOST_PLACES:
+                del self._known[next(iter(self._known))]
+        if tokens:
+            self._end = (*self._end, *tokens)[-2], tokens[-1]
+            self._length += len(tokens)
+
+    def draft(self, k: int, tree: Tree | None) -> list[Node]:
+        """The likeliest nodes, at most K deep."""
+        return grown(self._end, self._children, lambda pair, token: (pair[1], token), k=k, tree=tree,
+                     floor=self._config.floor)  # fmt: skip
+
+    def _children(self, pair: Pair, depth: int) -> list[Child]:
+        known, matched = (self._known.get(pair), 2) if self._config.key == 2 else (None, 1)
+        if known is None:
+            known, matched = self._known.get(pair[1]), 1
+        if known is None:
+            return []
+        tokens, scores = known
+        if self._temperature > 0.0:
+            scores = [logit / self._temperature for logit in scores]
+        if self._has_noise:
+            noise = few_gumbel(self._seed, self._length + depth, tokens)
+            scores = [score + each for score, each in zip(scores, noise, strict=True)]
+        largest, (bias, slope) = max(scores), BIAS_AND_SLOPE[matched]
+        weights = [math.exp(score - largest) for score in scores]
+        total = sum(weights)
+        shares = (min(max(weight / total, UNSURE), 1.0 - UNSURE) for weight in weights)
+        chances = [1.0 / (1.0 + math.exp(-bias) * (share / (1.0 - share)) ** -slope) for share in shares]
+        pairs = zip(tokens, chances, strict=True)
+        return sorted((child for child in pairs if child[0] != ABSENT), key=lambda child: -child[1])
+
+
+class RecycleDrafter(Drafter):
+    """Drafts what was likely in the earlier passes of each row."""
+
+    traits = Traits(
+        words="what the target thought likely before", branching="tree", estimates=True, depends_on_rounds=True
+    )
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.likeliest = config.width
+
+    def start(self, drafting: Drafting, device: torch.device) -> None:
+        """See `Drafter`."""
+        self._drafting, self._device, self._rows = drafting, device, list[KnownPlaces]()
+
+    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
+        """Begins with nothing known: the logits after the tokens of a prompt are not computed."""
+        has_noise = self._drafting.draws == "noise"
+        self._rows += [KnownPlaces(request, self.config, has_noise=has_noise) for request in requests]
+
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        """The drafts of `KnownPlaces.draft`."""
+        tree = self._drafting.tree
+        rows = [row.draft(k, tree) if k else [] for row, k in zip(self._rows, lengths, strict=True)]
+        return draft_of(rows, self._drafting, self._device)
+
+    def commit(self, new: Committed) -> None:
+        """Learns from the pass."""
+        for index, (row, tokens) in enumerate(zip(self._rows, new.tokens, strict=True)):
+            row.commit(tokens, new.likeliest, index)
+
+    def keep(self, rows: Tensor) -> None:
+        """See `Drafter`."""
+        self._rows = [self._rows[row] for row in rows.tolist()]
+
+
+def build(config: Config, target: Target, runtime: Runtime) -> RecycleDrafter:
+    """Builds the drafter."""
+    return RecycleDrafter(config)
