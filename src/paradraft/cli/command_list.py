@@ -22,6 +22,7 @@ COMMANDS = {
     "init-draft": "Make a draft to train for a target that has no small sibling.",
     "regenerate": "Let the target answer prompts: what its drafter is trained on.",
     "train": "Train a drafter from a recipe.",
+    "drafters": "List the drafters that fit a target, with what each yields here.",
     "bench": "Compare methods on the same prompts, interleaved.",
     "report": "Show a result of paradraft bench again.",
     "plan": "Choose how many tokens to draft at each batch size.",
