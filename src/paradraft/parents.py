@@ -127,3 +127,16 @@ def texts_before(tokens_BN: Tensor, parents_BN: Tensor) -> Tensor:
     """
     tokens = torch.where(ancestors(parents_BN), tokens_BN[:, None], ABSENT)
     return torch.nn.functional.pad(tokens, (0, 0, 1, 0), value=ABSENT)
+
+
+def depths_of_row(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """Depth of each node of a row's draft, counted from 1; 0 for an absent node and its descendants.
+
+    >>> depths_of_row([7, -1, 8, 9], [-1, 0, 1, 0])
+    [1, 0, 0, 2]
+    """
+    node_depths: list[int] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        is_present = token >= 0 and (parent < 0 or node_depths[parent] > 0)
+        node_depths.append((node_depths[parent] if parent >= 0 else 0) + 1 if is_present else 0)
+    return node_depths

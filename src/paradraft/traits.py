@@ -24,12 +24,13 @@ class Traits:
             `depends_on_rounds`.
         depends_on_rounds: whether its drafts also depend on how the committed tokens were split into rounds; on nothing
             else.
-        estimates: whether its drafts have `Draft.values`. Then they are chosen deterministically, so that every rule is
-            exact for their unions too.
+        estimates: whether its drafts have `Draft.values`. Then it draws no token (a union may), so that every rule is
+            exact for its unions too.
         can_run_ahead: whether it can propose before the verdict on its last draft (PEARL).
         drafts_one_by_one: whether it runs one pass per drafted token, so that half a draft takes half the time.
         needs_grammar: whether it drafts only for requests with a `ForcingProcessor`, such as a grammar.
-        parts: number of drafters whose chains it merges into one tree; 1 for all but unions.
+        parts: number of drafters whose drafts it merges into one tree; 1 for all but unions.
+        has_drawing_part: of a union: whether a part may draw its tokens, which the rejection rule cannot merge.
     """
 
     label: str | None = None
@@ -42,9 +43,10 @@ class Traits:
     drafts_one_by_one: bool = False
     needs_grammar: bool = False
     parts: int = 1
+    has_drawing_part: bool = False
 
     def shape(self, tree: Tree | None, k: int) -> Tree | None:
-        """The shape of its drafts of depth K: a requested tree, or the tree of its parts' chains; None for a chain."""
+        """The shape of its drafts of depth K: a requested tree, K nodes for each part of a union; None for a chain."""
         return Tree(budget=self.parts * k, max_depth=k) if tree is None and self.parts > 1 else tree
 
 

@@ -17,7 +17,7 @@ QUICK = ["--max-new-tokens", 8, "--no-compile", *EXACT]
 def test_all_drafters_are_measured_or_have_a_reason(
     family: Path, paradraft: Paradraft, tmp_path: Path, quick_speeds: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards users, who ask with their own work, against a drafter that is in neither list, and against another text."""
+    """Guards users, who ask with their own work, against a drafter in neither list, and against another text."""
     monkeypatch.chdir(tmp_path)
     write_lines(Path("mine.jsonl"), [{"prompt": "abc"}, {"prompt": "abab"}])
     more = ["--draft", family / "pard", "-k", 3, "--prompts", "mine.jsonl", "--json", "out.json"]

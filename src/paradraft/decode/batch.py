@@ -20,7 +20,7 @@ from paradraft.decode.prefix_cache import CachedRow, PrefixCache
 from paradraft.decode.sequential import decode_round
 from paradraft.decode.stats import Clock, RoundOutput
 from paradraft.models.target import Target
-from paradraft.parents import logit_rows
+from paradraft.parents import depths_of_row, logit_rows
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import Tree
@@ -63,7 +63,7 @@ class Batch:
         self.drafting = Drafting(
             rule=rule_name(rule),
             draws=rule_class(rule).draws,
-            tree=drafter.traits.shape(tree, lengths.k) if drafter.traits.branching == "tree" else tree,
+            tree=drafter.traits.shape(tree, lengths.k),
             wants_confidence=lengths.wants_confidence,
         )
         self.generations: list[Generation] = []
@@ -153,8 +153,7 @@ class Batch:
         self._start_number = self.target.starts
         self.drafter.start(self.drafting, device)
         self.sampler = Sampler(drafting=self.drafting, device=device, faster=self.target.lm.draw)
-        shape = drafter.traits.shape(self.drafting.tree, self.lengths.k)
-        self.lengths.start(shape, is_ragged=self.target.lm.is_ragged)
+        self.lengths.start(self.drafting.tree, is_ragged=self.target.lm.is_ragged)
         self.clock = Clock.on(device)
 
     def step(self) -> RoundOutput:
@@ -295,19 +294,6 @@ def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[RoundOutput
             if generation.error is not None:
                 batch.clear()
                 raise generation.error
-
-
-def depths_of_row(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """Depth of each node of a row's draft, counted from 1; 0 for an absent node and its descendants.
-
-    >>> depths_of_row([7, -1, 8, 9], [-1, 0, 1, 0])
-    [1, 0, 0, 2]
-    """
-    node_depths: list[int] = []
-    for token, parent in zip(tokens, parents, strict=True):
-        is_present = token >= 0 and (parent < 0 or node_depths[parent] > 0)
-        node_depths.append((node_depths[parent] if parent >= 0 else 0) + 1 if is_present else 0)
-    return node_depths
 
 
 def should_compact(finished: int, rows: int) -> bool:

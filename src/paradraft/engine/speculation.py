@@ -160,15 +160,13 @@ class Speculation:
             )
         if self.gamma is not None and not drafter.traits.can_run_ahead:
             raise ValueError(f"gamma={self.gamma}: this drafter cannot draft ahead, leave gamma out")
-        if drafter.traits.parts > 1 and not drafter.traits.estimates and rule_class(self.verify).draws == "numbers":
+        if drafter.traits.has_drawing_part and rule_class(self.verify).draws == "numbers":
             raise ValueError(
                 f"verify={self.verify!r}: drafters joined by + do not draw from one distribution, which this rule "
                 "needs: use verify='match', or one drafter"
             )
         if self.tree is None:
             return
-        if drafter.traits.parts > 1 and not drafter.traits.estimates:
-            raise ValueError("drafters joined by + draft the tree of their chains: leave the tree out")
         if drafter.traits.branching == "chain":
             raise ValueError("this drafter drafts chains only: leave the tree out")
         off_spine = [path for path in self.tree.paths or () if any(path[:-1])]

@@ -34,6 +34,7 @@ from paradraft.drafters.lookahead import Config, LookaheadDrafter
 from paradraft.drafters.ngram import Config as NgramConfig
 from paradraft.drafters.ngram import NgramDrafter
 from paradraft.drafters.pard import PardDrafter
+from paradraft.drafters.parts import calibration
 from paradraft.drafters.parts.composite import Composite
 from paradraft.drafters.recycle import Config as RecycleConfig
 from paradraft.drafters.recycle import RecycleDrafter
@@ -44,6 +45,7 @@ from paradraft.engine.loader import load
 from paradraft.engine.speculation import Speculation
 from paradraft.likeliest import Likeliest
 from paradraft.models.runtime import Runtime
+from paradraft.ragged import from_lists, to_lists
 from paradraft.sampling_params import Sampling
 from paradraft.traits import Traits
 from paradraft.tree import ABSENT
@@ -80,19 +82,27 @@ def joined(family: Path, plain: Engine, **settings: object) -> Engine:
     return Engine(plain.target, Watched(parts_of(family, plain)), speculation)
 
 
-def check_round(batch: Batch, fresh: Sequence[Drafter]) -> None:
-    """Runs a round, whose draft must be the union of what `fresh` parts draft after the same texts as prompts."""
-    asked = [generation.so_far for generation in batch.generations]
-    drafts = []
+def check_round(batch: Batch, fresh: Sequence[Drafter]) -> int:
+    """Runs a round, in which parts must draft what `fresh` parts draft after the same texts as prompts, or less.
+
+    Returns:
+        Tokens that drawing parts have drafted.
+    """
+    asked, watched, drawn = [generation.so_far for generation in batch.generations], batch.drafter, 0
+    expected = []
     for part in fresh:
-        part.start(batch.drafting, torch.device("cpu"))
+        part.start(dataclasses.replace(batch.drafting, tree=None), torch.device("cpu"))
         part.join(asked, committed(*(request.tokens for request in asked)))
-        drafts.append(part.propose([4] * len(asked)))
-    expected, watched = Draft.union(*drafts), batch.drafter
+        expected.append(to_lists(part.propose([4] * len(asked)).tokens))
     batch.step()
     assert isinstance(watched, Watched)
-    assert watched.last.tokens.tolist() == expected.tokens.tolist()
-    assert watched.last.parents.tolist() == expected.parents.tolist()
+    union = paths_of(watched.last)
+    for part, rows in zip(watched.parts, expected, strict=True):
+        for row, (found, anew) in enumerate(zip(to_lists(watched._drafts[part].tokens), rows, strict=True)):
+            assert found == (anew if part.traits.estimates else anew[: len(found)])
+            assert all(tuple(found[: depth + 1]) in union[row] for depth in range(len(found)))
+            drawn += len(found) * (not part.traits.estimates)
+    return drawn
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -104,6 +114,7 @@ def test_parts_follow_rows_that_come_and_go(family: Path, plain: Engine, tempera
     asked = requests(PROMPTS, [Sampling(temperature=temperature, seed=seed) for seed in range(4)], 110)
     generations = list(map(Generation, asked))
     batch.join(generations[:2])
+    drawn = 0
     for number in range(12):
         if number == 2:
             batch.join(generations[2:3])
@@ -111,7 +122,8 @@ def test_parts_follow_rows_that_come_and_go(family: Path, plain: Engine, tempera
             batch.leave(generations[:1])  # so that the last row moves
         if number == 7:
             batch.join(generations[3:])
-        check_round(batch, fresh)
+        drawn += check_round(batch, fresh)
+    assert drawn > 60
     for generation, tokens in zip(generations, answers(plain.new_batch(), asked), strict=True):
         assert generation.tokens == tokens[: len(generation.tokens)]
 
@@ -127,7 +139,8 @@ def test_kept_rows_are_those_of_each_part(family: Path, plain: Engine) -> None:
         generations = list(map(Generation, requests(talks, limits=16)))
         batch.join(generations)
         unread = [len(row) for part in composite.parts[1:] for row in part._pending.rows]
-        assert (max(unread) <= 10) is (turn == 1)
+        # A part that was left out has not read all of the answer yet.
+        assert (max(unread) <= 16 + 2) is (turn == 1)
         check_round(batch, fresh)
         while not batch.is_finished:
             batch.step()
@@ -172,6 +185,10 @@ class ShortLookahead(LookaheadDrafter):
 
     traits = dataclasses.replace(LookaheadDrafter.traits, branching="tree")
 
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        self.asked = lengths
+        return super().propose(lengths, after)
+
 
 def target_of(path: tuple[int, ...]) -> int:
     """Stands in for the target: its token after a path of tokens."""
@@ -198,9 +215,10 @@ def drawn_after(draft: Draft, read: Draft) -> list[list[int]]:
     ]
 
 
-def test_a_part_learns_from_what_was_drawn_after_its_own_nodes() -> None:
+def test_a_part_learns_from_what_was_drawn_after_its_own_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards drafters that learn from the target's draws: the nodes of a union have other numbers than theirs, and the
     last may have been cut off."""
+    monkeypatch.setattr(calibration, "AGAIN", 0)  # it is never left out
     config = Config(ngram=3, window=3, guesses=2)
     alone, part = ShortLookahead(config), ShortLookahead(config)
     union = Composite([NgramDrafter(NgramConfig()), part])
@@ -211,9 +229,11 @@ def test_a_part_learns_from_what_was_drawn_after_its_own_nodes() -> None:
     pools, moved = set(), 0
     for number in range(6):
         lengths, tokens = [4, 4 * (number != 2)], committed([number, 1, 2], [4, 5])
-        own, both = alone.propose(lengths), union.propose(lengths)
+        both = union.propose(lengths)
+        own = alone.propose(part.asked)
         moved += both.tokens.shape != own.tokens.shape
-        read = both.where(torch.arange(both.tokens.shape[1]) < (6 if number == 3 else 99))
+        is_read = torch.arange(both.tokens.shape[1]) < (6 if number == 3 else 99)
+        read = both.where(is_read.expand(both.tokens.shape))
         alone.commit(dataclasses.replace(tokens, drawn=drawn_after(own, read)))
         union.commit(dataclasses.replace(tokens, drawn=drawn_after(read, read)))
         assert [row.columns for row in alone._rows] == [row.columns for row in part._rows]
@@ -266,6 +286,38 @@ def test_a_part_is_asked_for_no_more_than_it_can_draft(plain: Engine) -> None:
     assert engine.generate([prompt], max_new_tokens=20)[0].tokens == expected
 
 
+class Slow(NgramDrafter):
+    """Stands in for a draft model: drafts the same tokens in every round, and says how sure it is."""
+
+    traits = Traits(drafts_one_by_one=True)
+    asked: list[list[int]]
+
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        self.asked.append(list(lengths))
+        tokens = from_lists([[1, 2, 3, 4][:length] for length in lengths])
+        return Draft.chain(tokens, confidence=torch.full(tokens.shape, 0.9))
+
+
+def test_a_slow_part_is_left_out_where_the_others_expect_as_much() -> None:
+    """Guards the time of a draft model: it drafts while its tokens are accepted, no deeper than these are, and rests in
+    the rows in which the text repeats itself, until it is tried again. Values are what came true."""
+    slow = Slow(NgramConfig())
+    slow.asked = []
+    union = Composite([slow, SuffixDrafter(SuffixConfig())])
+    union.start(Drafting(tree=Tree(budget=8)), torch.device("cpu"))
+    texts = [[9, 8, 7], [5, 6] * 20]
+    union.join(requests(texts), committed(*texts))
+    for number in range(40):
+        draft = union.propose([4, 4])
+        union.commit(committed([1, 100 + number], [5, 6]))
+    first, second = zip(*slow.asked, strict=True)
+    assert first[0] == 3 and set(first[20:]) == {2}
+    assert [number for number, length in enumerate(second) if length] == [16, 33], "it is tried again"
+    assert draft.values is not None
+    one, two = (paths_of(draft)[0][path] for path in ((1,), (1, 2)))
+    assert one > 0.4 and two < 0.6 * one, "1 was always right, 2 never"
+
+
 def test_facts_derive_from_the_parts(family: Path, plain: Engine) -> None:
     """Guards against a mask token in an answer, and draft models that are left out of the count of passes."""
     union = Composite(parts_of(family, plain))
@@ -274,8 +326,10 @@ def test_facts_derive_from_the_parts(family: Path, plain: Engine) -> None:
     assert union.reserved_tokens == pard.reserved_tokens and union.models == (*pard.models, *autoregressive.models)
     assert union.traits.parts == 3 and not union.traits.can_run_ahead
     assert drafter_class("ngram+pard").traits == Traits(
-        label="n-gram + PARD", words="their drafts in one tree", parts=2
-    )
+        label="n-gram + PARD", words="their drafts in one tree", branching="tree", estimates=True,
+        depends_on_rounds=True, parts=2, has_drawing_part=True,
+    )  # fmt: skip
+    assert not drafter_class("ngram+suffix").traits.has_drawing_part
     assert traits_of("ngram+pard").label == "n-gram + PARD" and traits_of("gone+pard") == Traits()
     assert is_drafter("ngram+pard") and not is_drafter("ngram+gone")
 
@@ -322,7 +376,6 @@ def test_a_union_is_written_with_plus() -> None:
             "'ngram_size=1' is no setting=value of it; its settings are ngram_max_ngram",
         ),
         ({"drafter": "ngram+pard", "verify": "rejection"}, "do not draw from one distribution.*use verify='match'"),
-        ({"drafter": "ngram+pard", "tree": Tree(budget=8)}, "draft the tree of their chains: leave the tree out"),
         (
             {"drafter": "ngram+pard", "gamma": 4},
             "drafter 'ngram\\+pard' cannot draft ahead, use autoregressive or pard",
@@ -339,9 +392,8 @@ def test_what_cannot_be_joined_is_a_mistake(settings: dict[str, object], message
 
 def test_drafters_built_by_hand_are_checked_too(family: Path, plain: Engine) -> None:
     """Guards engines that are given a drafter and not its name."""
-    for settings in ({"verify": "rejection"}, {"tree": Tree(budget=8)}):
-        with pytest.raises(ValueError, match="joined by \\+"):
-            joined(family, plain, **settings)
+    with pytest.raises(ValueError, match="joined by \\+"):
+        joined(family, plain, verify="rejection")
     with pytest.raises(ValueError, match="'LookaheadDrafter' decides the size"):
         Composite([LookaheadDrafter(Config())])
     with pytest.raises(ValueError, match="need different draft models"):

@@ -1,9 +1,9 @@
-"""Several drafters whose drafts are merged into one tree, written `a+b`, such as `ngram+pard`.
+"""Several drafters whose drafts are merged into one tree, written `a+b`, such as `suffix+pard`.
 
 The target reads the nodes of all parts in one pass. Under the match rule the text does not depend on the draft. The
 rejection rule needs the distribution of a sibling given those before it, which may be another part's, so it refuses
-unions with a part that draws. Parts that all estimate the values of their nodes choose them from the text alone: their
-unions are exact under any rule, and the length policy cuts them by the largest value of each node.
+unions with a part that draws. Parts that estimate choose their tokens without drawing: their unions are exact under any
+rule.
 """
 
 from __future__ import annotations
@@ -20,18 +20,22 @@ from torch import Tensor
 
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.drafters import built_class, setting_of_part
+from paradraft.drafters.parts.calibration import Calibration
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.traits import Traits
 from paradraft.tree import ABSENT
-from paradraft.union import merged
+
+GONE = -2
+"""Node of a part that the union does not have."""
 
 
 class Composite(Drafter):
-    """Drafts the union of the drafts of its parts, which all draft in every round.
+    """Drafts the union of the drafts of its parts: the nodes of largest value.
 
-    Parts draft chains, at most K tokens each. If all of them estimate, they draft trees, and the union has the nodes of
-    largest value. A part that drafts at most `max_k` is asked for no more.
+    Parts that estimate draft trees if they can, the others chains of at most K tokens, whose values are learnt
+    (`Calibration`). A part that does not estimate, such as a draft model, takes longer; it is left out of the rows for
+    which the others expect as many accepted tokens. A part that drafts at most `max_k` is asked for no more.
 
     Raises:
         ValueError: a part decides the size of its drafts, see `traits_of_union`.
@@ -46,56 +50,77 @@ class Composite(Drafter):
         self.reserved_tokens = tuple(dict.fromkeys(token for part in parts for token in part.reserved_tokens))
         self.models = tuple(model for part in parts for model in part.models)
         self.likeliest = max(part.likeliest for part in parts)
-        self._drafts: list[Draft] = []
-        """The last drafts of the parts, if one needs what the target has drawn after its nodes."""
+        self._calibrations = {
+            part: Calibration(is_slow=part.traits.drafts_one_by_one) for part in parts if not part.traits.estimates
+        }
+        self._drafts: dict[Drafter, Draft] = {}
+        """The last drafts of the parts …"""
+        self._union: Draft | None = None
+        """… and their union."""
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """See `Drafter`."""
-        self._drafts, self._tree = [], drafting.tree
-        chains = dataclasses.replace(drafting, tree=None)
+        self._shape, self._wants_confidence, self._union = drafting.tree, drafting.wants_confidence, None
         for part in self.parts:
-            part.start(drafting if part.traits.branching == "tree" else chains, device)
+            tree = drafting.tree if part.traits.estimates and part.traits.branching == "tree" else None
+            wants_confidence = drafting.wants_confidence or part in self._calibrations
+            part.start(dataclasses.replace(drafting, tree=tree, wants_confidence=wants_confidence), device)
+        for calibration in self._calibrations.values():
+            calibration.start()
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """See `Drafter`."""
         for part in self.parts:
             part.join(requests, prompt)
+        for calibration in self._calibrations.values():
+            calibration.join(len(requests))
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """The union of the parts' drafts."""
-        drafts = [
-            part.propose(lengths if part.max_k is None else [min(length, part.max_k) for length in lengths])
-            for part in self.parts
-        ]
-        if self.traits.needs_drawn:
-            self._drafts = drafts
-            return Draft.union(*drafts)
-        drafts = [draft for draft in drafts if draft.tokens.shape[1]] or drafts[:1]
-        return drafts[0] if len(drafts) == 1 else Draft.union(*drafts, shape=self._tree)
+        """The union of the parts' drafts; those that estimate come first."""
+        self._drafts, expected = {}, [0.0] * len(lengths)
+        for part in sorted(self.parts, key=self._calibrations.__contains__):
+            asked = lengths if part.max_k is None else [min(length, part.max_k) for length in lengths]
+            if (calibration := self._calibrations.get(part)) is None:
+                draft = part.propose(asked)
+            else:
+                asked = calibration.lengths(asked, expected)
+                draft = calibration.valued(part.propose(asked), asked)
+                draft = draft if self._wants_confidence else dataclasses.replace(draft, confidence=None)
+            assert draft.values is not None
+            expected = [max(pair) for pair in zip(expected, map(sum, draft.values), strict=True)]
+            self._drafts[part] = draft
+        self._union = Draft.union(*(self._drafts[part] for part in self.parts), shape=self._shape)
+        return self._union
 
     def commit(self, new: Committed) -> None:
         """Adds the committed tokens to all parts, and for each what the target has drawn after its own nodes."""
-        for index, part in enumerate(self.parts):
-            has_own = part.traits.needs_drawn and new.drawn is not None and self._drafts
-            part.commit(dataclasses.replace(new, drawn=self._drawn_after(index, new)) if has_own else new)
+        for part in self.parts:
+            has_own = part.traits.needs_drawn and new.drawn is not None and self._union is not None
+            part.commit(dataclasses.replace(new, drawn=self._drawn_after(part, new.drawn or [])) if has_own else new)
+        for calibration in self._calibrations.values():
+            calibration.learn(new.tokens)
 
-    def _drawn_after(self, index: int, new: Committed) -> list[list[int]]:
+    def _drawn_after(self, part: Drafter, drawn: list[list[int]]) -> list[list[int]]:
         """For each row the target's tokens after the root and after the nodes of a part."""
-        assert new.drawn is not None
-        tokens, parents = (
-            zip(*parts, strict=True) for parts in zip(*(draft.lists for draft in self._drafts), strict=True)
-        )
+        assert self._union is not None
         rows = []
-        for tree_tokens, tree_parents, drawn in zip(tokens, parents, new.drawn, strict=True):
-            nodes = merged(tree_tokens, tree_parents)[2][index]
-            known = dict(enumerate(drawn, start=-1))  # by node; nodes that were cut off are not in it
-            rows.append([drawn[0], *(known.get(node, ABSENT) if node >= 0 else ABSENT for node in nodes)])
+        for tokens, parents, own_tokens, own_parents, own in zip(
+            *self._union.lists, *self._drafts[part].lists, drawn, strict=True
+        ):
+            node_of = {pair: node for node, pair in enumerate(zip(parents, tokens, strict=True))}
+            nodes = [ABSENT]  # in the union, of the root and of the part's nodes; GONE for those that it does not have
+            for token, parent in zip(own_tokens, own_parents, strict=True):
+                nodes.append(node_of.get((nodes[parent + 1], token), GONE) if token != ABSENT else GONE)
+            known = dict(enumerate(own, start=-1))  # by node; nodes that were cut off are not in it
+            rows.append([known.get(node, ABSENT) for node in nodes])
         return rows
 
     def keep(self, rows: Tensor) -> None:
         """See `Drafter`."""
         for part in self.parts:
             part.keep(rows)
+        for calibration in self._calibrations.values():
+            calibration.keep(rows.tolist())
 
     def save(self, row: int, most: int) -> list[Any]:
         """The saved rows of all parts."""
@@ -122,16 +147,17 @@ def traits_of_union(names: Sequence[str], traits: Sequence[Traits]) -> Traits:
     for name, each in zip(names, traits, strict=True):
         if each.branching == "own":
             raise ValueError(f"drafter {name!r} decides the size of its drafts itself, so it cannot be joined by +")
-    estimates = all(each.estimates for each in traits)
+    draws = not all(each.estimates for each in traits)
     return Traits(
         label=" + ".join(each.label or name for name, each in zip(names, traits, strict=True)),
         words="their drafts in one tree",
-        branching="tree" if estimates else "chain",
+        branching="tree",
         needs_drawn=any(each.needs_drawn for each in traits),
-        estimates=estimates,
-        depends_on_rounds=any(each.depends_on_rounds for each in traits),
+        estimates=True,
+        depends_on_rounds=draws or any(each.depends_on_rounds for each in traits),
         needs_grammar=all(each.needs_grammar for each in traits),
         parts=sum(each.parts for each in traits),
+        has_drawing_part=draws,
     )
 
 
