@@ -49,6 +49,13 @@ def model_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def target_digest(path: Path) -> str:
+    """`model_digest` of a folder; of a file, SHA-256 of its size and a sample of it."""
+    if path.is_dir():
+        return model_digest(path)
+    return hashlib.sha256(f"{path.stat().st_size}\n".encode() + _sample(path)).hexdigest()
+
+
 def weights_digest(name: str) -> str | None:
     """SHA-256 of a sample of a model's weights, by which a drafter recognizes its target.
 

@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "Answer prompts.",
     "chat": "Talk with a model.",
     "serve": "Answer requests over HTTP, as OpenAI's servers do.",
+    "record": "Record what a model thinks likely, so that answers are drafted better.",
     "init-draft": "Make a draft to train for a target that has no small sibling.",
     "regenerate": "Let the target answer prompts: what its drafter is trained on.",
     "train": "Train a drafter from a recipe.",

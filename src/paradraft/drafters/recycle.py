@@ -22,10 +22,12 @@ from torch import Tensor
 
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.drafters.parts.best_first import Child, Node, draft_of, grown
+from paradraft.formats.likely_table import LikelyTable, read_table
 from paradraft.likeliest import Likeliest
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sampling.noise import few_gumbel
+from paradraft.sources.recorded import table_file
 from paradraft.traits import Traits
 from paradraft.tree import ABSENT, MOST_CANDIDATES, Tree
 
@@ -38,21 +40,32 @@ class Config:
         width: likeliest tokens that are kept of each place, 1 to 16.
         key: most tokens by which places are looked up: 1 or 2.
         floor: least estimated probability of a drafted path, 0 to 1.
+        table: what earlier answers have shown: a file of `paradraft record`, or the name that it printed; None for
+            nothing.
     """
 
     width: int = 8
     key: int = 2
     floor: float = 0.05
+    table: str | None = None
 
     def __post_init__(self) -> None:
         for name, least, most in (("width", 1, MOST_CANDIDATES), ("key", 1, 2), ("floor", 0, 1)):
             if not least <= (value := getattr(self, name)) <= most:
                 raise ValueError(f"{name}={value}: use {least} to {most}")
+        if self.table is not None and not table_file(self.table).is_file():
+            raise ValueError(f"table={self.table!r} does not exist: name a file that paradraft record has written")
 
 
-BIAS_AND_SLOPE = {1: (-1.77, 0.45), 2: (-1.06, 0.64)}
-"""By the number of equal tokens before a place, the logistic function of the log-odds of a token's share that is its
-chance. Fitted to 30,000 tokens that answers of two models reached or refused; temperature adds little."""
+BIAS_AND_SLOPE = {
+    (1, True): (-1.77, 0.45),
+    (2, True): (-1.06, 0.64),
+    (1, False): (-1.77, 0.45),
+    (2, False): (-1.06, 0.64),
+}
+"""The logistic function of the log-odds of a token's share that is its chance: by the number of tokens before it that
+are equal, and whether they were read in this row or are in the table. Fitted to tokens that answers of two models
+reached or refused; temperature adds little."""
 UNSURE = 0.01
 """Shares count as at least this and at most one minus this: a context of two tokens says no more."""
 MOST_PLACES = 2**16
@@ -71,8 +84,8 @@ class KnownPlaces:
     [(6, -1)]
     """
 
-    def __init__(self, request: Request, config: Config, *, has_noise: bool) -> None:
-        self._config = config
+    def __init__(self, request: Request, config: Config, table: LikelyTable | None = None, *, has_noise: bool) -> None:
+        self._config, self._table = config, table
         self._seed = request.sampling.seed
         self._temperature = request.sampling.temperature
         self._has_noise = has_noise and self._temperature > 0.0
@@ -102,10 +115,13 @@ class KnownPlaces:
                      floor=self._config.floor)  # fmt: skip
 
     def _children(self, pair: Pair, depth: int) -> list[Child]:
-        known, matched = (self._known.get(pair), 2) if self._config.key == 2 else (None, 1)
-        if known is None:
-            known, matched = self._known.get(pair[1]), 1
-        if known is None:
+        for matched in range(self._config.key, 0, -1):
+            known, is_own = self._known.get(pair if matched == 2 else pair[1]), True
+            if known is None and self._table is not None:
+                known, is_own = self._table.find(pair, matched), False
+            if known is not None:
+                break
+        else:
             return []
         tokens, scores = known
         if self._temperature > 0.0:
@@ -113,7 +129,7 @@ class KnownPlaces:
         if self._has_noise:
             noise = few_gumbel(self._seed, self._length + depth, tokens)
             scores = [score + each for score, each in zip(scores, noise, strict=True)]
-        largest, (bias, slope) = max(scores), BIAS_AND_SLOPE[matched]
+        largest, (bias, slope) = max(scores), BIAS_AND_SLOPE[matched, is_own]
         weights = [math.exp(score - largest) for score in scores]
         total = sum(weights)
         shares = (min(max(weight / total, UNSURE), 1.0 - UNSURE) for weight in weights)
@@ -129,8 +145,8 @@ class RecycleDrafter(Drafter):
         words="what the target thought likely before", branching="tree", estimates=True, depends_on_rounds=True
     )
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, table: LikelyTable | None = None) -> None:
+        self.config, self.table = config, table
         self.likeliest = config.width
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
@@ -140,7 +156,7 @@ class RecycleDrafter(Drafter):
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """Begins with nothing known: the logits after the tokens of a prompt are not computed."""
         has_noise = self._drafting.draws == "noise"
-        self._rows += [KnownPlaces(request, self.config, has_noise=has_noise) for request in requests]
+        self._rows += [KnownPlaces(request, self.config, self.table, has_noise=has_noise) for request in requests]
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """The drafts of `KnownPlaces.draft`."""
@@ -159,5 +175,5 @@ class RecycleDrafter(Drafter):
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> RecycleDrafter:
-    """Builds the drafter."""
-    return RecycleDrafter(config)
+    """Builds the drafter; reads the table."""
+    return RecycleDrafter(config, None if config.table is None else read_table(table_file(config.table)))

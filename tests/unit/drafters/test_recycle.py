@@ -97,7 +97,7 @@ def test_values_are_products_of_chances(tree: Tree | None, temperature: float) -
                 noise = gumbel_noise(5, torch.tensor([[5 + depth]]), 16)[0, 0, ids]
                 scores = scores / temperature + noise
             share = float(scores.softmax(0)[ids.index(token)].clamp(UNSURE, 1 - UNSURE))
-            bias, slope = BIAS_AND_SLOPE[matched]
+            bias, slope = BIAS_AND_SLOPE[matched, True]
             chance /= 1 + math.exp(-bias - slope * math.log(share / (1 - share)))
             pair = (pair[1], token)
         assert value == pytest.approx(chance)

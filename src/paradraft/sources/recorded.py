@@ -1,0 +1,39 @@
+"""The tables that `paradraft record` keeps in the user's cache, by a digest of the model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from paradraft.digests import target_digest
+from paradraft.models.forward.cpu.build import cache_folder, is_private
+from paradraft.sources.loading import locate
+
+DIGITS = 16
+"""Length of the digest that names a table."""
+
+
+def table_name(target: str) -> str | None:
+    """The name of a model's table; None for a model that is not on this machine."""
+    path = Path(locate(target, "target"))
+    return target_digest(path)[:DIGITS] if path.exists() else None
+
+
+def table_file(name: str) -> Path:
+    """The file of a table: that in the cache by the name that `paradraft record` printed, else the file of this name.
+
+    Raises:
+        ValueError: there is no cache.
+    """
+    if re.fullmatch(f"[0-9a-f]{{{DIGITS}}}", name) is None:
+        return Path(name)
+    if (folder := cache_folder()) is None:
+        raise ValueError(f"table={name}: there is no cache folder (set HOME or XDG_CACHE_HOME), so name a file")
+    return folder / f"recorded-{name}.safetensors"
+
+
+def recorded_for(target: str) -> str | None:
+    """The name of the table in the cache for a model; None without one, or where others can write into it."""
+    if cache_folder() is None or (name := table_name(target)) is None:
+        return None
+    return name if is_private(table_file(name)) else None

@@ -1,0 +1,130 @@
+"""What `paradraft record` keeps: the likeliest tokens at every place of an answer, as one pass gives them."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from paradraft import load
+from paradraft.core import Request
+from paradraft.data.record import RecordProgress, own_questions, read_text, record
+from paradraft.drafters.recycle import Config, KnownPlaces
+from paradraft.engine.engine import Engine
+from paradraft.formats.likely_table import LikelyCounts, LikelyTable, read_table
+from paradraft.models.runtime import Runtime
+from paradraft.sampling_params import Sampling
+
+RUNTIME = Runtime(dtype="float64", compiled=False)
+
+
+@pytest.fixture(scope="module")
+def plain(family: Path) -> Engine:
+    return load(str(family / "target"), drafter="none", runtime=RUNTIME)
+
+
+def shares_after(engine: Engine, tokens: list[int], number: int) -> dict[int, float]:
+    """The likeliest tokens after a text, and their probabilities among each other."""
+    logits = engine.target.lm.model(torch.tensor([tokens])).logits[0, -1, : engine.target.vocab_size]
+    best = logits.topk(number)
+    return dict(zip(best.indices.tolist(), best.values.softmax(0).tolist(), strict=True))
+
+
+@pytest.mark.parametrize("length", [3, 20, 100])
+def test_every_place_of_an_answer_is_read(plain: Engine, length: int) -> None:
+    """Guards texts that are longer than a pass, and the first and last place of an answer."""
+    tokens = [(7 * index) % 50 + 1 for index in range(length)]  # a pair of tokens comes back after 50
+    counts = LikelyCounts(most=4)
+    read_text(plain.target, tokens, counts, first=2)
+    table, read = counts.table({}), 0
+    for at in range(2, min(length, 50)):
+        if length <= 50 or at > length - 50:
+            found = table.find((tokens[at - 2], tokens[at - 1]), 2)
+            assert found is not None
+            shares = {token: math.exp(share) for token, share in zip(*found, strict=True)}
+            assert shares == pytest.approx(shares_after(plain, tokens[:at], 4), rel=1e-4)
+            read += 1
+    assert read == min(length - 2, 48) or length == 100
+    assert (table.find((tokens[-2], tokens[-1]), 2) is None) == (length < 50), "nothing follows the last token"
+
+
+def test_shares_of_a_token_are_those_of_all_its_places(tmp_path: Path) -> None:
+    """Guards sums, which the next run goes on with, against means of means and rounding; and the file."""
+    first, whole = LikelyCounts(most=3), LikelyCounts(most=3)
+    for counts in (first, whole):
+        counts.add((3, 4), [7, 8], [math.log(3), 0.0])
+    first.table({"answers": "1"}).write(tmp_path / "table")
+    known = read_table(tmp_path / "table")
+    assert known.facts == {"answers": "1"}
+    second = LikelyCounts(most=3, known=known)
+    for counts in (second, whole):
+        counts.add((5, 4), [8, 9], [0.0, 0.0])
+    assert second.table({}).find((0, 4), 1) == whole.table({}).find((0, 4), 1)
+    tokens, shares = second.table({}).find((0, 4), 1) or ([], [])
+    assert tokens[:2] in ([7, 8], [8, 7]) and [math.exp(each) for each in shares] == pytest.approx([0.75, 0.75, 0.5])
+    assert second.table({}).find((5, 4), 2) is not None and second.table({}).find((4, 5), 2) is None
+
+
+def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
+    """Guards users against a corpus, a model or a missing file as the table."""
+    (tmp_path / "text").write_text("no table", encoding="utf-8")
+    with pytest.raises(ValueError, match="is no table: name a file that paradraft record has written"):
+        read_table(tmp_path / "text")
+    with pytest.raises(ValueError, match="does not exist"):
+        Config(table=str(tmp_path / "gone"))
+
+
+def test_a_run_goes_on_where_one_was_stopped(plain: Engine) -> None:
+    """Guards the hours of a table: what was read is written when the work stops, and the next run asks what comes next;
+    both together are as one run."""
+    prompts, settings = [[5, 6, 7], [8, 9], [1, 2, 3]], Sampling(temperature=0.8, seed=3)
+
+    def run(prompts: list[list[int]], known: LikelyTable | None, stop: int | None = None) -> LikelyTable:
+        written: list[LikelyTable] = []
+
+        def report(progress: RecordProgress) -> None:
+            if progress.answers == stop:
+                raise KeyboardInterrupt
+
+        try:
+            record(
+                plain, prompts, known=known, facts={"target": "t"}, max_new_tokens=12, sampling=settings,
+                write=written.append, report=report,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            assert stop is not None
+        return written[-1]
+
+    whole, begun = run(prompts, None), run(prompts, None, stop=2)
+    assert begun.facts == {"target": "t", "answers": "2", "tokens": "24"}
+    both = run(prompts[2:], begun)
+    assert both.facts == whole.facts == {"target": "t", "answers": "3", "tokens": "36"}
+    assert both.keys.tolist() == whole.keys.tolist() and len(whole.keys) > 20
+    assert both.shares.sum(1).tolist() == pytest.approx(whole.shares.sum(1).tolist(), rel=0.02)
+
+
+def test_a_model_asks_itself(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards own questions: each number is another one, always the same; and templates that cannot be asked so."""
+    tokenizer = plain.target.tokenizer
+    with pytest.raises(ValueError, match="no chat template"):
+        next(own_questions(plain, 0))
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    first = list(islice(own_questions(plain, 0), 3))
+    assert len({str(each) for each in first}) == 3 and list(islice(own_questions(plain, 1), 2)) == first[1:]
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content | upper }}")
+    with pytest.raises(ValueError, match=r"changes messages.*name --prompts"):
+        next(own_questions(plain, 0))
+
+
+def test_the_row_comes_before_the_table() -> None:
+    """Guards the order of what is known: two tokens before one, and of each the row's own pass before the table."""
+    counts = LikelyCounts(most=8)
+    counts.add((3, 4), [10], [0.0])
+    counts.add((5, 6), [11], [0.0])
+    row = KnownPlaces(Request(tokens=[3, 4]), Config(floor=0.0), counts.table({}), has_noise=False)
+    assert [node.token for node in row.draft(1, None)] == [10]
+    row.commit([9, 6], None, 0)
+    assert [node.token for node in row.draft(1, None)] == [11], "by the last token alone"
