@@ -132,6 +132,35 @@ class Draft:
         parents = parents_of_chains(*tokens.shape, tokens.device)
         return cls(tokens=tokens, parents=parents, probs=probs, confidence=confidence)
 
+    @classmethod
+    def of_lists(
+        cls,
+        tokens: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]],
+        device: torch.device | None = None,
+        *,
+        confidence: Tensor | None = None,
+        values: list[list[float]] | None = None,
+    ) -> Draft:
+        """A draft from the tokens and parents of each row, whose lengths may differ.
+
+        >>> draft = Draft.of_lists([[5, 6], [7]], [[-1, 0], [-1]])
+        >>> draft.tokens.tolist(), draft.parents.tolist(), draft.lists[0]
+        ([[5, 6], [7, -1]], [[-1, 0], [-1, 0]], [[5, 6], [7, -1]])
+        """
+        B, N = len(tokens), max(map(len, tokens))
+        padded = [[*row, *[ABSENT] * (N - len(row))] for row in tokens]
+        if all(parent == node - 1 for row in parents for node, parent in enumerate(row)):
+            chain = list(range(-1, N - 1))
+            above, parents_BN = [chain] * B, parents_of_chains(B, N, device)  # passes of chains are faster
+        else:
+            above = [[*row, *[ABSENT] * (N - len(row))] for row in parents]
+            parents_BN = upload(above, device)
+        tokens_BN = upload(padded, device).view(B, N)
+        draft = cls(tokens=tokens_BN, parents=parents_BN, confidence=confidence, values=values)
+        vars(draft)["lists"] = padded, above  # so that they need not be read back
+        return draft
+
     @cached_property
     def lists(self) -> tuple[list[list[int]], list[list[int]]]:
         """Tokens and parents of each row, from one transfer."""
@@ -160,15 +189,16 @@ class Draft:
     def union(cls, *drafts: Draft, shape: Tree | None = None) -> Draft:
         """One tree of the nodes of all drafts, see `union_of_trees`; for drafts without `probs` and `probes`."""
         assert all(draft.probs is None and draft.probes is None for draft in drafts)
+        device = drafts[0].tokens.device
         tokens, parents, surest, values = union_of_trees(
             [draft.lists[0] for draft in drafts],
             [draft.lists[1] for draft in drafts],
             [draft.confidence for draft in drafts],
             [draft.values for draft in drafts],
-            drafts[0].tokens.device,
+            device,
             shape,
         )
-        return cls(tokens=tokens, parents=parents, confidence=surest, values=values)
+        return cls.of_lists(tokens, parents, device, confidence=surest, values=values)
 
     @classmethod
     def empty(cls, batch_size: int, device: torch.device) -> Draft:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from paradraft import ragged
-from paradraft.parents import parents_of_chains
 from paradraft.tree import ABSENT, Tree
 
 
@@ -23,7 +22,7 @@ def union_of_trees(
     values: Sequence[list[list[float]] | None],
     device: torch.device | None = None,
     shape: Tree | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, list[list[float]] | None]:
+) -> tuple[list[list[int]], list[list[int]], Tensor | None, list[list[float]] | None]:
     """Merges the trees of each row; see `merged`, and for a shape `shaped`.
 
     Args:
@@ -34,14 +33,14 @@ def union_of_trees(
         shape: of the union; None for all nodes. With a shape all trees have values.
 
     Returns:
-        Tokens, parents and confidence `[B, N]`, and values by row and node. The confidence of a node is the largest
+        Tokens, parents and values by row and node, and confidence `[B, N]`. The confidence of a node is the largest
         that it has in any tree, and None if no tree has any. So is its value, but None if some tree has none.
 
     >>> chains, tokens = [[-1, 0], [-1, 0]], [[[5, 6], [7, -1]], [[5, 8], [-1, -1]]]
     >>> values = [[[0.9, 0.5], [0.3]], [[0.8, 0.7], []]]
     >>> union = union_of_trees(tokens, [chains, chains], [None, None], values)
-    >>> [part.tolist() for part in union[:2]], union[3]
-    ([[[5, 6, 8], [7, -1, -1]], [[-1, 0, 0], [-1, -1, -1]]], [[0.9, 0.5, 0.7], [0.3]])
+    >>> union
+    ([[5, 6, 8], [7]], [[-1, 0, 0], [-1]], None, [[0.9, 0.5, 0.7], [0.3]])
     """
     trees = list(map(merged, *(zip(*parts, strict=True) for parts in (tokens, parents))))
     known = [each for each in values if each is not None]
@@ -49,20 +48,17 @@ def union_of_trees(
     if shape is not None:
         assert largest is not None
         trees, largest = map(list, zip(*(shaped(*row, shape) for row in zip(trees, largest, strict=True)), strict=True))
-    tokens_BN = ragged.from_lists([tree[0] for tree in trees], device)
-    if all(tree[1] == list(range(-1, len(tree[1]) - 1)) for tree in trees):
-        parents_BN = parents_of_chains(*tokens_BN.shape, device)  # passes of chains are faster
-    else:
-        parents_BN = ragged.from_lists([tree[1] for tree in trees], device)
-    if not tokens_BN.shape[1] or all(each is None for each in confidence):
-        return tokens_BN, parents_BN, None, largest
-    surest_BN = torch.zeros(tokens_BN.shape, device=device)
+    all_tokens, all_parents = [tree[0] for tree in trees], [tree[1] for tree in trees]
+    N = max(map(len, all_tokens))
+    if not N or all(each is None for each in confidence):
+        return all_tokens, all_parents, None, largest
+    surest_BN = torch.zeros(len(trees), N, device=device)
     for index, values_Bn in enumerate(confidence):
         nodes_Bn = ragged.upload([tree[2][index] for tree in trees], device).view(len(trees), len(tokens[index][0]))
         values_Bn = torch.ones(nodes_Bn.shape, device=device) if values_Bn is None else values_Bn.float()
         values_Bn = values_Bn.masked_fill(nodes_Bn == ABSENT, 0.0)
         surest_BN = surest_BN.scatter_reduce(1, nodes_Bn.clamp(min=0), values_Bn, "amax")
-    return tokens_BN, parents_BN, surest_BN, largest
+    return all_tokens, all_parents, surest_BN, largest
 
 
 MergedTree = tuple[list[int], list[int], list[list[int]]]

@@ -10,9 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from paradraft import ragged
 from paradraft.core import Draft, Drafting
-from paradraft.parents import parents_of_chains
 from paradraft.tree import ABSENT, MOST_CANDIDATES, Tree
 
 
@@ -85,15 +83,14 @@ def grown(
 
 def draft_of(rows: Sequence[list[Node]], drafting: Drafting, device: torch.device) -> Draft:
     """The draft with these nodes in each row."""
-    tokens_BN = ragged.from_lists([[node.token for node in nodes] for nodes in rows], device)
-    if drafting.tree is None:
-        parents_BN = parents_of_chains(*tokens_BN.shape, device)
-    else:
-        parents_BN = ragged.from_lists([[node.parent for node in nodes] for nodes in rows], device)
+    tokens, parents = (
+        [[node.token for node in nodes] for nodes in rows],
+        [[node.parent for node in nodes] for nodes in rows],
+    )
     sure = None
     if drafting.wants_confidence:
-        N = tokens_BN.shape[1]
+        N = max(map(len, rows))
         padded = [[node.sure for node in nodes] + [0.0] * (N - len(nodes)) for nodes in rows]
-        sure = torch.tensor(padded, device=device).view(tokens_BN.shape)
+        sure = torch.tensor(padded, device=device).view(len(rows), N)
     values = [[node.value for node in nodes] for nodes in rows]
-    return Draft(tokens=tokens_BN, parents=parents_BN, confidence=sure, values=values)
+    return Draft.of_lists(tokens, parents, device, confidence=sure, values=values)

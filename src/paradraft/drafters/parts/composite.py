@@ -53,6 +53,7 @@ class Composite(Drafter):
         self._calibrations = {
             part: Calibration(is_slow=part.traits.drafts_one_by_one) for part in parts if not part.traits.estimates
         }
+        self._in_turn = sorted(parts, key=self._calibrations.__contains__)
         self._drafts: dict[Drafter, Draft] = {}
         """The last drafts of the parts …"""
         self._union: Draft | None = None
@@ -78,7 +79,7 @@ class Composite(Drafter):
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """The union of the parts' drafts; those that estimate come first."""
         self._drafts, expected = {}, [0.0] * len(lengths)
-        for part in sorted(self.parts, key=self._calibrations.__contains__):
+        for part in self._in_turn:
             asked = lengths if part.max_k is None else [min(length, part.max_k) for length in lengths]
             if (calibration := self._calibrations.get(part)) is None:
                 draft = part.propose(asked)
@@ -89,7 +90,9 @@ class Composite(Drafter):
             assert draft.values is not None
             expected = [max(pair) for pair in zip(expected, map(sum, draft.values), strict=True)]
             self._drafts[part] = draft
-        self._union = Draft.union(*(self._drafts[part] for part in self.parts), shape=self._shape)
+        drafts = [self._drafts[part] for part in self.parts]
+        drafts = [draft for draft in drafts if draft.tokens.shape[1]] or drafts[:1]
+        self._union = drafts[0] if len(drafts) == 1 else Draft.union(*drafts, shape=self._shape)
         return self._union
 
     def commit(self, new: Committed) -> None:
