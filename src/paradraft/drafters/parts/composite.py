@@ -62,6 +62,7 @@ class Composite(Drafter):
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """See `Drafter`."""
         self._shape, self._wants_confidence, self._union = drafting.tree, drafting.wants_confidence, None
+        self._device = device
         for part in self.parts:
             tree = drafting.tree if part.traits.estimates and part.traits.branching == "tree" else None
             wants_confidence = drafting.wants_confidence or part in self._calibrations
@@ -79,14 +80,17 @@ class Composite(Drafter):
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """The union of the parts' drafts; those that estimate come first."""
         self._drafts, expected = {}, [0.0] * len(lengths)
+        nothing: list[list[Any]] = [[] for _ in lengths]
         for part in self._in_turn:
             asked = lengths if part.max_k is None else [min(length, part.max_k) for length in lengths]
-            if (calibration := self._calibrations.get(part)) is None:
-                draft = part.propose(asked)
-            else:
+            if (calibration := self._calibrations.get(part)) is not None:
                 asked = calibration.lengths(asked, expected)
                 draft = calibration.valued(part.propose(asked), asked)
                 draft = draft if self._wants_confidence else dataclasses.replace(draft, confidence=None)
+            elif any(asked):
+                draft = part.propose(asked)
+            else:  # a plain round should cost nothing; only draft models then read what they have not read
+                draft = Draft.of_lists(nothing, nothing, self._device, values=nothing)
             assert draft.values is not None
             expected = [max(pair) for pair in zip(expected, map(sum, draft.values), strict=True)]
             self._drafts[part] = draft
@@ -102,6 +106,7 @@ class Composite(Drafter):
             part.commit(dataclasses.replace(new, drawn=self._drawn_after(part, new.drawn or [])) if has_own else new)
         for calibration in self._calibrations.values():
             calibration.learn(new.tokens)
+        self._union = None
 
     def _drawn_after(self, part: Drafter, drawn: list[list[int]]) -> list[list[int]]:
         """For each row the target's tokens after the root and after the nodes of a part."""
