@@ -16,7 +16,7 @@ class Likeliest:
         read: by row, the tokens of the draft's N nodes, `ABSENT` where a row has fewer.
         parents: by row, the index of each node's parent; -1 is the last committed token.
         tokens: by row and place, the best first; place 0 follows the last committed token, place n + 1 node n.
-            `ABSENT` after the last that may be chosen.
+            `ABSENT` after the last whose logit is above -inf; biases, penalties and grammars are not applied.
         logits: theirs.
     """
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from paradraft.cli.commands.drafters import measured_methods
+from paradraft.engine.speculation import Speculation
 from paradraft.formats.likely_table import read_table
 from tests.e2e.conftest import Paradraft, assert_mistake
 from tests.support.jsonl import write_lines
@@ -16,24 +18,25 @@ TEXT = ["--prompt", "abcabc", "--max-new-tokens", 24, "--temperature", 0.8, "--s
 def test_what_was_recorded_is_used(
     family: Path, paradraft: Paradraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards the whole way: the table is found by the model's digest, by `auto` and by name, is added to, and changes
-    no text."""
+    """Guards the whole way: the table is found by its name and by the model's digest, is added to, and changes no
+    text."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     target = ["--target", family / "target", "--dtype", "float32"]
     write_lines(tmp_path / "mine.jsonl", [{"prompt": "abc"}, {"prompt": "xyz"}])
-    before = paradraft("generate", *target, *TEXT)
     asked = ["--prompts", tmp_path / "mine.jsonl", "--max-new-tokens", 20]
     assert paradraft("record", *target, *asked, "--answers", 2).code == 0
     found = paradraft("record", *target, *asked, "--answers", 3)
     assert found.code == 0 and "keys of 3 answers are in" in found.out
     (file,) = (tmp_path / "cache" / "paradraft").glob("recorded-*.safetensors")
     assert read_table(file).facts["answers"] == "3" and "3/3 answers" in found.err
-    after = paradraft("generate", *target, *TEXT)
-    assert before.code == after.code == 0 and before.out == after.out
     name = file.stem.removeprefix("recorded-")
-    assert f"drafter suffix+recycle:table={name}: it knows what paradraft record has recorded" in after.err
-    assert "table=" not in before.err
-    assert paradraft("generate", *target, *TEXT, "--drafter", f"recycle:table={file}").out == before.out
+    assert f"--drafter suffix+recycle:table={name}" in found.out
+    plain = paradraft("generate", *target, *TEXT, "--drafter", "none")
+    for table in (name, file):
+        drafted = paradraft("generate", *target, *TEXT, "--drafter", f"suffix+recycle:table={table}")
+        assert plain.code == drafted.code == 0 and plain.out == drafted.out
+    methods = measured_methods(str(family / "target"), Speculation())
+    assert methods[-1] == f"suffix+recycle:table={name}"
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,8 @@ def own_questions(engine: Engine, first: int) -> Iterator[list[int]]:
         ValueError: the model has no chat template, or one that changes messages.
     """
     tokenizer = engine.target.tokenizer
+    if not tokenizer.chat_template:
+        raise ValueError("the model has no chat template, so it cannot ask itself: name --prompts")
     before, mark, _ = template_of(tokenizer).text([{"role": "user", "content": MARK}], ask=False).partition(MARK)
     if not mark:
         raise ValueError("the model's chat template changes messages, so it cannot ask itself: name --prompts")
@@ -73,9 +75,11 @@ def own_questions(engine: Engine, first: int) -> Iterator[list[int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordProgress:
-    """What was read so far; `seconds` since the beginning, and `tokens` since then."""
+    """What was read so far: `answers` in all, the prompts that were `skipped` as too long included; `tokens` in
+    `seconds`, since the beginning."""
 
     answers: int
+    skipped: int
     tokens: int
     keys: int
     seconds: float
@@ -104,22 +108,30 @@ def record(
     counts = LikelyCounts(most=WIDTH, known=known)
     answers, tokens = (int(known.facts[name]) if known else 0 for name in ("answers", "tokens"))
     started = written = time.monotonic()
-    read = 0
+    read = skipped = 0
 
     def table() -> LikelyTable:
         return counts.table({**facts, "answers": str(answers), "tokens": str(tokens + read)})
 
     try:
         for prompt in prompts:
+            if len(prompt) + max_new_tokens > engine.target.capacity:
+                answers, skipped = answers + 1, skipped + 1
+                continue
             settings = replace(sampling, seed=sampling.seed + answers)
             answer = engine.generate(prompt, max_new_tokens=max_new_tokens, sampling=settings)
             with engine.in_round():
                 read_text(engine.target, [*prompt, *answer.tokens], counts, first=len(prompt))
             answers, read = answers + 1, read + len(answer.tokens)
-            report(RecordProgress(answers=answers, tokens=read, keys=len(counts), seconds=time.monotonic() - started))
+            seconds = time.monotonic() - started
+            report(RecordProgress(answers=answers, skipped=skipped, tokens=read, keys=len(counts), seconds=seconds))
             if time.monotonic() - written > EVERY_S:
                 write(table())
                 written = time.monotonic()
     finally:
-        write(found := table())
-    return found
+        if read:
+            write(table())
+    if skipped and not read:
+        most = engine.target.capacity
+        raise ValueError(f"no prompt fits: the target has room for {most} tokens, answer included")
+    return table()

@@ -68,8 +68,8 @@ are equal, and whether they were read in this row or are in the table. Fitted to
 reached or refused. Temperature adds little, and so does a mixture of all that is known of a place."""
 UNSURE = 0.01
 """Shares count as at least this and at most one minus this: a context of two tokens says no more."""
-MOST_PLACES = 2**16
-"""Places that are kept of a row, the latest."""
+MOST_KEYS = 2**16
+"""Keys that are kept of a row, the latest; a place has two."""
 Pair = tuple[int, int]
 
 
@@ -97,13 +97,13 @@ class KnownPlaces:
     def commit(self, tokens: list[int], likeliest: Likeliest | None, row: int) -> None:
         """Keeps what was likely at the places of a pass, and appends committed tokens."""
         if likeliest is not None:
-            # Of equal keys the node that comes first is kept: it is likelier to be in the text. After a place without
-            # an allowed token nothing is kept.
+            # Of equal keys the node that comes first is kept: it is likelier to be in the text. After a place
+            # whose logits are no numbers nothing is kept.
             for pair, ids, logits in reversed(list(likeliest.places(row, *self._end))):
                 for key in (pair[1], pair)[: self._config.key if ids[0] != ABSENT else 0]:
                     self._known.pop(key, None)
                     self._known[key] = ids, logits
-            while len(self._known) > MOST_PLACES:
+            while len(self._known) > MOST_KEYS:
                 del self._known[next(iter(self._known))]
         if tokens:
             self._end = (*self._end, *tokens)[-2], tokens[-1]
@@ -175,5 +175,8 @@ class RecycleDrafter(Drafter):
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> RecycleDrafter:
-    """Builds the drafter; reads the table."""
-    return RecycleDrafter(config, None if config.table is None else read_table(table_file(config.table)))
+    """Builds the drafter; reads the table, and raises ValueError if it is none of this target's tokens."""
+    table = None if config.table is None else read_table(table_file(config.table))
+    if table is not None and table.tokens.max(initial=-1) >= target.vocab_size:
+        raise ValueError(f"table={config.table!r} has tokens that the target lacks: it is of another model")
+    return RecycleDrafter(config, table)

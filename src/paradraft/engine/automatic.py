@@ -10,10 +10,9 @@ from paradraft.formats.head import is_head, kind_of
 from paradraft.formats.pard import declared_mask_id
 from paradraft.models.names import POCKET, is_shape
 from paradraft.sources.loading import config_of, locate
-from paradraft.sources.recorded import recorded_for
 
-WITHOUT_MODEL = "suffix+recycle"
-"""The drafters that need nothing beside the target."""
+WITHOUT_MODEL = "suffix"
+"""The drafter that needs nothing beside the target, and costs hardly anything where it drafts nothing."""
 FORCED = "forced"
 """The drafter that drafts what a request's grammar leaves no choice about."""
 SHIPPED = "pard"
@@ -40,8 +39,6 @@ def automatic(target: str, speculation: Speculation, *, has_grammars: bool = Fal
     else:
         why = "needs no draft model, and drafts where that pays"
         drafter = f"{FORCED}+{WITHOUT_MODEL}" if has_grammars else WITHOUT_MODEL
-        if (table := recorded_for(target)) is not None:
-            drafter, why = f"{drafter}:table={table}", "knows what paradraft record has recorded of this model"
     return replace(speculation, drafter=drafter, reason=f"drafter {drafter}: it {why}")
 
 

@@ -16,6 +16,8 @@ from safetensors.numpy import save
 
 from paradraft.files import write_output
 
+COUNTS = ("answers", "tokens")
+"""Facts that are numbers."""
 FORMAT = "paradraft-likely-table-1"
 Pair = tuple[int, int]
 
@@ -23,11 +25,11 @@ Pair = tuple[int, int]
 def key_of(pair: Pair, matched: int) -> int:
     """The key of a pair of tokens, or of its last token (`matched` 1).
 
-    >>> key_of((2, 5), 1), key_of((2, 5), 2) == 3 * 2**32 + 5
+    >>> key_of((2, 5), 1), key_of((2, 5), 2) == 4 * 2**32 + 5
     (5, True)
     """
     before, last = pair
-    return (before + 1) << 32 | last if matched == 2 else last
+    return (before + 2) << 32 | last if matched == 2 else last  # -1 is the token before the first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +59,21 @@ class LikelyTable:
         return [token for token, _ in known], [share for _, share in known]
 
     def write(self, file: Path) -> None:
-        """Writes the file, atomically."""
+        """Writes the file, atomically, for this user alone: it holds pieces of answers."""
         arrays = {"keys": self.keys, "tokens": self.tokens, "shares": self.shares}
         write_output(file, save(arrays, {"format": FORMAT, **self.facts}))
+        file.chmod(0o600)
+
+    def is_sound(self) -> bool:
+        """Whether types, shapes and numbers are those of a table."""
+        keys, tokens, shares = self.keys, self.tokens, self.shares
+        if [each.dtype.name for each in (keys, tokens, shares)] != ["int64", "int32", "float32"] or keys.ndim != 1:
+            return False
+        if tokens.shape != shares.shape or tokens.ndim != 2 or len(tokens) != len(keys) or not tokens.shape[1]:
+            return False
+        has_shares = np.isfinite(shares).all() and (shares >= 0).all() and (shares[:, 0] > 0).all()
+        is_known = (tokens >= 0).all(where=shares > 0) and (np.diff(keys) > 0).all()
+        return bool(has_shares and is_known) and all(self.facts.get(name, "").isdecimal() for name in COUNTS)
 
 
 def read_table(file: Path) -> LikelyTable:
@@ -69,11 +83,13 @@ def read_table(file: Path) -> LikelyTable:
             facts = dict(opened.metadata() or {})
             if facts.pop("format", None) != FORMAT:
                 raise ValueError
-            arrays = {name: opened.get_tensor(name) for name in ("keys", "tokens", "shares")}
+            table = LikelyTable(**{name: opened.get_tensor(name) for name in ("keys", "tokens", "shares")}, facts=facts)
+            if not table.is_sound():
+                raise ValueError
     except (OSError, ValueError, SafetensorError) as error:
         missing = "does not exist" if isinstance(error, FileNotFoundError) else "is no table"
         raise ValueError(f"table={str(file)!r} {missing}: name a file that paradraft record has written") from None
-    return LikelyTable(**arrays, facts=facts)
+    return table
 
 
 class LikelyCounts:
@@ -101,7 +117,9 @@ class LikelyCounts:
         return len(self._shares)
 
     def add(self, pair: Pair, tokens: list[int], logits: list[float]) -> None:
-        """Adds the tokens that were likely after two tokens, and their logits."""
+        """Adds the tokens that were likely after two tokens, and their logits; nothing if these are no numbers."""
+        if not math.isfinite(logits[0]):
+            return
         weights = [math.exp(logit - logits[0]) for logit in logits]
         for matched in (1, 2):
             shares = self._shares[key_of(pair, matched)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from huggingface_hub import try_to_load_from_cache
+
 from paradraft.digests import target_digest
 from paradraft.models.forward.cpu.build import cache_folder, is_private
 from paradraft.sources.loading import locate
@@ -15,8 +17,13 @@ DIGITS = 16
 
 def table_name(target: str) -> str | None:
     """The name of a model's table; None for a model that is not on this machine."""
-    path = Path(locate(target, "target"))
-    return target_digest(path)[:DIGITS] if path.exists() else None
+    path = Path(located := locate(target, "target"))
+    if not path.exists():
+        config = try_to_load_from_cache(located, "config.json")
+        if not isinstance(config, str):
+            return None
+        path = Path(config).parent
+    return target_digest(path)[:DIGITS]
 
 
 def table_file(name: str) -> Path:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +19,9 @@ from paradraft.engine.engine import Engine
 from paradraft.formats.likely_table import LikelyCounts, LikelyTable, read_table
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
+from paradraft.sources import recorded
 
+FACTS = {"answers": "1", "tokens": "2"}
 RUNTIME = Runtime(dtype="float64", compiled=False)
 
 
@@ -56,9 +60,9 @@ def test_shares_of_a_token_are_those_of_all_its_places(tmp_path: Path) -> None:
     first, whole = LikelyCounts(most=3), LikelyCounts(most=3)
     for counts in (first, whole):
         counts.add((3, 4), [7, 8], [math.log(3), 0.0])
-    first.table({"answers": "1"}).write(tmp_path / "table")
+    first.table(FACTS).write(tmp_path / "table")
     known = read_table(tmp_path / "table")
-    assert known.facts == {"answers": "1"}
+    assert known.facts == FACTS and (tmp_path / "table").stat().st_mode & 0o777 == 0o600
     second = LikelyCounts(most=3, known=known)
     for counts in (second, whole):
         counts.add((5, 4), [8, 9], [0.0, 0.0])
@@ -75,6 +79,64 @@ def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
         read_table(tmp_path / "text")
     with pytest.raises(ValueError, match="does not exist"):
         Config(table=str(tmp_path / "gone"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"keys": np.array([2, 1])},
+        {"keys": np.array([1.0, 2.0])},
+        {"keys": np.array(1)},
+        {"tokens": np.array([[5], [6], [7]], np.int32)},
+        {"tokens": np.array([5, 6], np.int32)},
+        {"tokens": np.array([[5], [-1]], np.int32)},
+        {"tokens": np.array([[5], [6]], np.float32)},
+        {"shares": np.array([[0.5], [0.0]], np.float32)},
+        {"shares": np.array([[0.5], [-0.1]], np.float32)},
+        {"shares": np.array([[0.5], [np.nan]], np.float32)},
+        {"facts": {"answers": "1"}},
+        {"facts": {**FACTS, "tokens": "many"}},
+    ],
+)
+def test_damaged_tables_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Guards answers against a table that fails in the middle of one."""
+    whole: dict[str, Any] = {"keys": np.array([1, 2]), "tokens": np.array([[5], [6]], np.int32), "facts": FACTS}
+    whole["shares"] = np.array([[0.5], [0.25]], np.float32)
+    LikelyTable(**whole).write(tmp_path / "whole")
+    assert read_table(tmp_path / "whole").find((9, 2), 1) == ([6], [math.log(0.25)])
+    LikelyTable(**(whole | change)).write(tmp_path / "damaged")
+    with pytest.raises(ValueError, match="is no table"):
+        read_table(tmp_path / "damaged")
+
+
+def test_a_table_of_other_tokens_is_refused(family: Path, tmp_path: Path) -> None:
+    """Guards passes against ids that the target lacks."""
+    counts = LikelyCounts(most=1)
+    counts.add((3, 4), [10**6], [0.0])
+    counts.table(FACTS).write(tmp_path / "table")
+    with pytest.raises(ValueError, match="has tokens that the target lacks: it is of another model"):
+        load(str(family / "target"), drafter=f"recycle:table={tmp_path / 'table'}", runtime=RUNTIME)
+
+
+def test_a_model_of_the_hub_has_a_name(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards targets that are named by their Hugging Face id: the files in its cache count, as for a folder."""
+    config = str(family / "target" / "config.json")
+    monkeypatch.setattr(recorded, "locate", lambda name, role: name)
+    monkeypatch.setattr(recorded, "try_to_load_from_cache", lambda name, file: config if name == "org/known" else None)
+    assert recorded.table_name("org/known") == recorded.table_name(str(family / "target"))
+    assert recorded.table_name("org/unknown") is None and recorded.recorded_for("org/unknown") is None
+
+
+def test_prompts_that_are_too_long_are_left_out(plain: Engine) -> None:
+    """Guards a night's work against one prompt, and a run without any that fits against an empty table."""
+    written: list[LikelyTable] = []
+    settings: dict[str, Any] = {"known": None, "facts": {}, "max_new_tokens": 12, "sampling": Sampling()}
+    settings |= {"write": written.append, "report": lambda progress: None}
+    table = record(plain, [[1] * 120, [5, 6, 7]], **settings)
+    assert table.facts == {"answers": "2", "tokens": "12"} and len(written) == 1
+    with pytest.raises(ValueError, match="no prompt fits: the target has room for 128 tokens"):
+        record(plain, [[1] * 120], **settings)
+    assert len(written) == 1
 
 
 def test_a_run_goes_on_where_one_was_stopped(plain: Engine) -> None:
@@ -109,7 +171,7 @@ def test_a_run_goes_on_where_one_was_stopped(plain: Engine) -> None:
 def test_a_model_asks_itself(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards own questions: each number is another one, always the same; and templates that cannot be asked so."""
     tokenizer = plain.target.tokenizer
-    with pytest.raises(ValueError, match="no chat template"):
+    with pytest.raises(ValueError, match="no chat template, so it cannot ask itself: name --prompts"):
         next(own_questions(plain, 0))
     monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}<{{ m.content }}>{% endfor %}")
     first = list(islice(own_questions(plain, 0), 3))

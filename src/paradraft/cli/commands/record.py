@@ -44,7 +44,7 @@ class RecordArgs:
     runtime: Runtime
     threads: options.Threads = None
     out: Annotated[
-        Path | None, option("The table's file; by default in the user's cache, where every command finds it.")
+        Path | None, option("The table's file; by default in the user's cache, under a name of the model.")
     ] = None
 
     def __post_init__(self) -> None:
@@ -57,7 +57,8 @@ def record(*, args: RecordArgs) -> None:
     """Record what a model thinks likely, so that answers are drafted better. Run the same command again to go on.
 
     The model answers questions, its own or yours. What it thought likely after one token and after two becomes a table,
-    which the drafter recycle reads. It holds pieces of these answers: do not share one that was made of private texts.
+    which the drafter recycle reads (recycle:table=NAME). It holds pieces of these answers: do not share one that was
+    made of private texts.
     """
     with importing():
         from paradraft.data.record import RecordProgress
@@ -79,7 +80,8 @@ def record(*, args: RecordArgs) -> None:
 
         def tell(progress: RecordProgress) -> None:
             speed = progress.tokens / progress.seconds
-            report(f"{progress.answers}/{args.answers} answers, {progress.keys} keys, {speed:.0f} tokens/s")
+            skipped = f", {progress.skipped} too long" if progress.skipped else ""
+            report(f"{progress.answers}/{args.answers} answers{skipped}, {progress.keys} keys, {speed:.0f} tokens/s")
 
         def write(table: LikelyTable) -> None:
             table.write(file)
@@ -89,8 +91,9 @@ def record(*, args: RecordArgs) -> None:
             write=write, report=tell,
         )  # fmt: skip
     print(f"{number_of(len(table.keys), 'key')} of {table.facts['answers']} answers are in {file}")
+    print(f"draft with it by --drafter suffix+recycle:table={file if args.out else name}")
     if args.out is None:
-        print(f"generate, chat and serve use it; elsewhere it is recycle:table={name}")
+        print(f"paradraft drafters {args.target} measures whether that pays here")
 
 
 def _place(args: RecordArgs) -> tuple[str, Path]:
