@@ -45,6 +45,7 @@ class Probes:
         """Tokens `[B, Q]` and states `[B, Q, D]` of the prompt tokens after one node of each row, in order, padded with
         `ABSENT`. Only after the pass.
 
+        >>> import torch
         >>> probes = Probes(
         ...     nodes=torch.tensor([[-1, 4, 4]]), before=torch.tensor([[-1, -1, 1]]),
         ...     tokens=torch.tensor([[90, 90, 91]]), states=torch.tensor([[[0.5], [0.6], [0.7]]]),

@@ -10,6 +10,7 @@ from paradraft.decode.generation import Generation
 from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.drafters.none import NoDrafter
 from paradraft.models.causal_lm import CausalLM
+from paradraft.traits import Traits
 from tests.conftest import VOCAB, tiny_model
 from tests.support.decoding import CPU, decoded, requests, target_of
 
@@ -17,7 +18,7 @@ from tests.support.decoding import CPU, decoded, requests, target_of
 class Part:
     """Remembers which rows stayed; stands in for all that has rows."""
 
-    device, wants_confidence = CPU, False
+    device, wants_confidence, traits, k = CPU, False, Traits(), 1
 
     def __init__(self, *, fewest_rows: int = 1) -> None:
         self.fewest_rows = fewest_rows

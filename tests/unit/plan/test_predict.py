@@ -13,6 +13,7 @@ from paradraft.decode.generation import Generation
 from paradraft.decode.stats import RoundOutput
 from paradraft.plan.costs import Costs, RoundTime
 from paradraft.plan.predict import PLAIN, Way, best, predict, sizes
+from paradraft.traits import Traits
 from tests.support.decoding import CPU, requests, stepped
 
 CHAIN = Way(k=2)
@@ -26,7 +27,7 @@ def cost(k: int, round_s: float, prefill_s: float = 0.0, draft_prefill_s: float 
 class Part:
     """Stands in for all that has rows."""
 
-    device, wants_confidence, starts = CPU, False, 0
+    device, wants_confidence, starts, traits, k = CPU, False, 0, Traits(), 1
 
     def __init__(self, fewest_rows: int) -> None:
         self.fewest_rows = fewest_rows

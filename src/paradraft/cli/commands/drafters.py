@@ -38,10 +38,8 @@ class DraftersArgs:
     target: Annotated[str, typer.Argument(metavar="TARGET", help=f"{options.TARGET}.")]
     speculation: Annotated[
         Speculation,
-        Offer(without=("drafter", "verify", "tree_budget", "tree_paths", "lengths", "gamma"), helps={
-            "draft": "A draft model or trained drafter to measure too.",
-        }),
-    ]  # fmt: skip
+        Offer(without=("drafter", "verify", "tree_budget", "tree_paths", "lengths", "gamma")),
+    ]
     prompts: Annotated[
         Path | None,
         option(
