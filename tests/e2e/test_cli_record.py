@@ -42,7 +42,7 @@ def test_what_was_recorded_is_used(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--target", "shape:tiny-target"], "'shape:tiny-target' has random weights, whose answers nobody asks for"),
+        (["--target", "shape:tiny-target"], "'shape:tiny-target' has random weights, so its answers teach nothing"),
         (["--target", "gone"], "unknown model 'gone'"),
         (["--target", "pocket", "--out", "nowhere/table"], "there is no folder"),
         (

@@ -49,7 +49,7 @@ class RecordArgs:
 
     def __post_init__(self) -> None:
         if is_shape(self.target):
-            raise ValueError(f"{self.target!r} has random weights, whose answers nobody asks for: name a model")
+            raise ValueError(f"{self.target!r} has random weights, so its answers teach nothing: name a model")
 
 
 @with_options
