@@ -318,6 +318,20 @@ def test_a_slow_part_is_left_out_where_the_others_expect_as_much() -> None:
     assert one > 0.4 and two < 0.6 * one, "1 was always right, 2 never"
 
 
+@pytest.mark.parametrize(
+    ("shape", "tokens"),
+    [(Tree(budget=2), [1, 2]), (Tree(paths=((0,), (1,), (1, 0))), [1]), (Tree(budget=9), [1, 2, 3])],
+)
+def test_a_part_that_drafts_alone_keeps_to_the_shape(shape: Tree, tokens: list[int]) -> None:
+    """Guards the node budget where the others have nothing to draft: a chain of K tokens may be larger."""
+    slow = Slow(NgramConfig())
+    slow.asked = []
+    union = Composite([slow, SuffixDrafter(SuffixConfig())])
+    union.start(Drafting(tree=shape), torch.device("cpu"))
+    union.join(requests([[9, 8, 7]]), committed([9, 8, 7]))
+    assert union.propose([4]).tokens.tolist() == [tokens]
+
+
 def test_facts_derive_from_the_parts(family: Path, plain: Engine) -> None:
     """Guards against a mask token in an answer, and draft models that are left out of the count of passes."""
     union = Composite(parts_of(family, plain))

@@ -80,7 +80,6 @@ class Composite(Drafter):
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """The union of the parts' drafts; those that estimate come first."""
         self._drafts, expected = {}, [0.0] * len(lengths)
-        nothing: list[list[Any]] = [[] for _ in lengths]
         for part in self._in_turn:
             asked = lengths if part.max_k is None else [min(length, part.max_k) for length in lengths]
             if (calibration := self._calibrations.get(part)) is not None:
@@ -90,14 +89,18 @@ class Composite(Drafter):
             elif any(asked):
                 draft = part.propose(asked)
             else:  # a plain round should cost nothing; only draft models then read what they have not read
-                draft = Draft.of_lists(nothing, nothing, self._device, values=nothing)
+                draft = self._nothing(len(lengths))
             assert draft.values is not None
             expected = [max(pair) for pair in zip(expected, map(sum, draft.values), strict=True)]
             self._drafts[part] = draft
         drafts = [self._drafts[part] for part in self.parts]
-        drafts = [draft for draft in drafts if draft.tokens.shape[1]] or drafts[:1]
-        self._union = drafts[0] if len(drafts) == 1 else Draft.union(*drafts, shape=self._shape)
+        drafts = [draft for draft in drafts if draft.tokens.shape[1]]
+        self._union = Draft.union(*drafts, shape=self._shape) if drafts else self._nothing(len(lengths))
         return self._union
+
+    def _nothing(self, rows: int) -> Draft:
+        """A draft without a token."""
+        return Draft.of_lists([[]] * rows, [[]] * rows, self._device, values=[[] for _ in range(rows)])
 
     def commit(self, new: Committed) -> None:
         """Adds the committed tokens to all parts, and for each what the target has drawn after its own nodes."""
