@@ -16,7 +16,7 @@ from torch import Tensor
 from paradraft.likeliest import Likeliest
 from paradraft.parents import parents_of_chains
 from paradraft.probes import Probes
-from paradraft.ragged import kept_values, upload
+from paradraft.ragged import kept_values, padded, upload
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.traits import Serving, Traits
 from paradraft.tree import ABSENT, Tree
@@ -136,29 +136,28 @@ class Draft:
     def of_lists(
         cls,
         tokens: Sequence[Sequence[int]],
-        parents: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]] | None = None,
         device: torch.device | None = None,
         *,
         confidence: Tensor | None = None,
         values: list[list[float]] | None = None,
     ) -> Draft:
-        """A draft from the tokens and parents of each row, whose lengths may differ.
+        """A draft from the tokens of each row, whose lengths may differ, and their parents; None for chains.
 
         >>> draft = Draft.of_lists([[5, 6], [7]], [[-1, 0], [-1]])
         >>> draft.tokens.tolist(), draft.parents.tolist(), draft.lists[0]
         ([[5, 6], [7, -1]], [[-1, 0], [-1, 0]], [[5, 6], [7, -1]])
         """
-        B, N = len(tokens), max(map(len, tokens))
-        padded = [[*row, *[ABSENT] * (N - len(row))] for row in tokens]
-        if all(parent == node - 1 for row in parents for node, parent in enumerate(row)):
-            chain = list(range(-1, N - 1))
-            above, parents_BN = [chain] * B, parents_of_chains(B, N, device)  # passes of chains are faster
+        filled = padded(tokens)
+        B, N = len(filled), len(filled[0])
+        if parents is None or all(parent == node - 1 for row in parents for node, parent in enumerate(row)):
+            above, parents_BN = [list(range(-1, N - 1))] * B, parents_of_chains(B, N, device)  # their passes are faster
         else:
-            above = [[*row, *[ABSENT] * (N - len(row))] for row in parents]
+            above = padded(parents)
             parents_BN = upload(above, device)
-        tokens_BN = upload(padded, device).view(B, N)
+        tokens_BN = upload(filled, device).view(B, N)
         draft = cls(tokens=tokens_BN, parents=parents_BN, confidence=confidence, values=values)
-        vars(draft)["lists"] = padded, above  # so that they need not be read back
+        vars(draft)["lists"] = filled, above  # so that they need not be read back
         return draft
 
     @cached_property

@@ -7,6 +7,7 @@ Shape letters: B rows, M and N tokens of the longest row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,9 +33,18 @@ def from_lists(rows: list[list[int]], device: torch.device | None = None) -> Ten
     >>> from_lists([[5], [], [6, 7]]).tolist()
     [[5, -1], [-1, -1], [6, 7]]
     """
+    filled = padded(rows)
+    return upload(filled, device).view(len(filled), len(filled[0]))
+
+
+def padded(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The rows as long as the longest; at least one.
+
+    >>> padded([[5], [], [6, 7]])
+    [[5, -1], [-1, -1], [6, 7]]
+    """
     width = max(map(len, rows))
-    filled = [row + [ABSENT] * (width - len(row)) for row in rows]
-    return upload(filled, device).view(len(rows), width)
+    return [[*row, *[ABSENT] * (width - len(row))] for row in rows]
 
 
 def to_lists(tokens_BM: Tensor) -> list[list[int]]:

@@ -16,7 +16,6 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafting, Request
 from paradraft.drafters.parts.text_drafter import TextDrafter
 from paradraft.models.runtime import Runtime
@@ -64,9 +63,8 @@ class ForcedDrafter(TextDrafter):
             forced_tokens(request, text[len(request.tokens) - request.answered :], k, self.vocab_size) if k else []
             for request, text, k in rows
         ]
-        chain = Draft.chain(ragged.from_lists(drafts, self.device))
         values = [values_of(len(tokens), k) for tokens, k in zip(drafts, lengths, strict=True)]
-        return Draft(tokens=chain.tokens, parents=chain.parents, values=values)
+        return Draft.of_lists(drafts, device=self.device, values=values)
 
 
 def values_of(count: int, most: int) -> list[float]:

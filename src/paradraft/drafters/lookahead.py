@@ -30,7 +30,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -252,8 +251,8 @@ class LookaheadDrafter(Drafter):
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Window and guesses of the rows that draft; deeper nodes are cut off later."""
         trees = [row.propose() if length else ([], []) for row, length in zip(self._rows, lengths, strict=True)]
-        tokens, parents = (ragged.from_lists([row[part] for row in trees], self._device) for part in range(2))
-        return Draft(tokens=tokens, parents=parents)
+        tokens, parents = ([row[part] for row in trees] for part in range(2))
+        return Draft.of_lists(tokens, parents, self._device)
 
     def commit(self, new: Committed) -> None:
         """Updates the rows with committed tokens and the target's draws after the columns."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paradraft import ragged
 from paradraft.core import Draft
 from paradraft.drafters.parts.match_chance import LONG, chain_values
 from paradraft.drafters.parts.text_drafter import TextDrafter
@@ -52,8 +51,7 @@ class NgramDrafter(TextDrafter):
             end = lookup(text, self.config.max_ngram) if k else len(text)
             tokens.append(text[end : end + k])
             values.append(chain_values(len(tokens[-1]), matched(text, end)))
-        chain = Draft.chain(ragged.from_lists(tokens, self.device))
-        return Draft(tokens=chain.tokens, parents=chain.parents, values=values)
+        return Draft.of_lists(tokens, device=self.device, values=values)
 
 
 def lookup(text: list[int], max_ngram: int) -> int:

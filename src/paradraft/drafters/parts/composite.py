@@ -100,7 +100,7 @@ class Composite(Drafter):
 
     def _nothing(self, rows: int) -> Draft:
         """A draft without a token."""
-        return Draft.of_lists([[]] * rows, [[]] * rows, self._device, values=[[] for _ in range(rows)])
+        return Draft.of_lists([[]] * rows, device=self._device, values=[[] for _ in range(rows)])
 
     def commit(self, new: Committed) -> None:
         """Adds the committed tokens to all parts, and for each what the target has drawn after its own nodes."""
