@@ -18,16 +18,13 @@ def likeliest_after(lm: CausalLM, draft: Draft, logits: Tensor, count: int) -> L
     Args:
         logits: `[B, N + 1, V]` of its pass.
     """
+    read, parents = draft.lists
     if lm.is_native and logits.dtype == torch.float32:
-        tokens, best = likeliest(logits, count, threads=lm.threads)
+        ids, scores = (values.tolist() for values in likeliest(logits, count, threads=lm.threads))
     else:
         best, tokens = logits.float().topk(min(count, logits.shape[-1]), dim=-1)
         tokens = tokens.masked_fill(~(best > -torch.inf), ABSENT)
-    read, parents = draft.lists
-    rows = torch.stack([tokens.double(), best.double()], dim=2).tolist()  # one transfer
-    return Likeliest(
-        read=read,
-        parents=parents,
-        tokens=[[[int(token) for token in place[0]] for place in row] for row in rows],
-        logits=[[place[1] for place in row] for row in rows],
-    )
+        rows = torch.stack([tokens.double(), best.double()], dim=2).tolist()  # one transfer
+        ids = [[[int(token) for token in place[0]] for place in row] for row in rows]
+        scores = [[place[1] for place in row] for row in rows]
+    return Likeliest(read=read, parents=parents, tokens=ids, logits=scores)

@@ -123,13 +123,20 @@ class Position {
         Integers is_none = {};
         bool is_none_of_rest = false;
         for (int64_t first = 0; first < vocabulary; first += CHUNK) {
-            Vector most = splat(-INFINITY);
-            int64_t end = std::min(first + CHUNK, vocabulary), i = first;
-            for (; i + LANES <= end; i += LANES) {
-                Vector logit = load(logits + i);
+            constexpr int AT_ONCE = 4; // maxima that do not wait for each other
+            Vector highest_of[AT_ONCE];
+            std::fill(highest_of, highest_of + AT_ONCE, splat(-INFINITY));
+            auto look_at = [&](int64_t token, Vector& most) {
+                Vector logit = load(logits + token);
                 is_none |= logit != logit;
                 most = logit > most ? logit : most;
-            }
+            };
+            int64_t end = std::min(first + CHUNK, vocabulary), i = first;
+            for (; i + AT_ONCE * LANES <= end; i += AT_ONCE * LANES)
+                for (int each = 0; each < AT_ONCE; each++) look_at(i + each * LANES, highest_of[each]);
+            for (; i + LANES <= end; i += LANES) look_at(i, highest_of[0]);
+            Vector most = highest_of[0];
+            for (Vector other : highest_of) most = other > most ? other : most;
             float largest = most[0];
             for (int lane = 1; lane < LANES; lane++) largest = std::max(largest, most[lane]);
             for (; i < end; i++) {
