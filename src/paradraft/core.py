@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -16,11 +16,10 @@ from torch import Tensor
 from paradraft.likeliest import Likeliest
 from paradraft.parents import parents_of_chains
 from paradraft.probes import Probes
-from paradraft.ragged import kept_values, padded, upload
+from paradraft.ragged import padded, upload
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.traits import Serving, Traits
 from paradraft.tree import ABSENT, Tree
-from paradraft.union import union_of_trees
 
 INVALID = -2
 """Token id where the logits are NaN or all -inf, so that no token can be chosen."""
@@ -106,7 +105,7 @@ class Draft:
             deterministically. That of a later sibling excludes the tokens of earlier ones.
         confidence: `[B, N]` the drafter's largest probability at each node, if known.
         values: of each row and node, the estimated probability that the target accepts it and all above it, never above
-            its parent's; the drafter's class `estimates` them, or None.
+            that of a node before it; the drafter's class `estimates` them, or None.
         probes: prompt tokens that are read in the same pass; None without any.
 
     >>> Draft.chain(torch.tensor([[5, 6, 7]])).parents.tolist()
@@ -167,7 +166,10 @@ class Draft:
         return tokens, parents
 
     def where(self, is_kept_BN: Tensor) -> Draft:
-        """Keeps only some nodes `[B, N]`, and the probes after them; children of a removed node must be removed too."""
+        """Keeps only some nodes `[B, N]`, and the probes after them; children of a removed node must be removed too.
+
+        The values are not kept.
+        """
         tokens = self.tokens.masked_fill(~is_kept_BN, ABSENT)
         is_used = (tokens != ABSENT).any(0).nonzero()
         width = int(is_used.max()) + 1 if len(is_used) else 0
@@ -180,29 +182,28 @@ class Draft:
             parents=self.parents[:, :width],
             probs=None if self.probs is None else self.probs[:, :width],
             confidence=None if self.confidence is None else self.confidence[:, :width],
-            values=None if self.values is None else kept_values(self.values, is_kept_BN.tolist(), width),
             probes=probes,
         )
 
-    @classmethod
-    def union(cls, *drafts: Draft, shape: Tree | None = None) -> Draft:
-        """One tree of the nodes of all drafts, see `union_of_trees`; for drafts without `probs` and `probes`."""
-        assert all(draft.probs is None and draft.probes is None for draft in drafts)
-        device = drafts[0].tokens.device
-        tokens, parents, surest, values = union_of_trees(
-            [draft.lists[0] for draft in drafts],
-            [draft.lists[1] for draft in drafts],
-            [draft.confidence for draft in drafts],
-            [draft.values for draft in drafts],
-            device,
-            shape,
-        )
-        return cls.of_lists(tokens, parents, device, confidence=surest, values=values)
+    def first(self, counts: Sequence[int]) -> Draft:
+        """Keeps only the first nodes of each row, of a draft without `probs` and `probes`."""
+        assert self.probs is None and self.probes is None
+        if not any(counts):
+            return Draft.empty(len(counts), self.tokens.device)
+        tokens, parents = ([row[:count] for row, count in zip(rows, counts, strict=True)] for rows in self.lists)
+        values = self.values and [row[:count] for row, count in zip(self.values, counts, strict=True)]
+        confidence = None if self.confidence is None else self.confidence[:, : max(counts)]
+        return Draft.of_lists(tokens, parents, self.tokens.device, confidence=confidence, values=values)
 
     @classmethod
+    @lru_cache(maxsize=256)
     def empty(cls, batch_size: int, device: torch.device) -> Draft:
-        """A draft without tokens: plain decoding."""
-        return cls.chain(torch.empty(batch_size, 0, dtype=torch.long, device=device))
+        """A draft without tokens: plain decoding; read-only: all callers share it."""
+        nothing: list[list[int]] = [[] for _ in range(batch_size)]
+        tokens = torch.empty(batch_size, 0, dtype=torch.long, device=device)
+        draft = cls(tokens=tokens, parents=parents_of_chains(batch_size, 0, device), values=[[] for _ in nothing])
+        vars(draft)["lists"] = nothing, nothing
+        return draft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,6 +305,8 @@ class Drafter:
     """Largest depth that it can draft, such as the number of its heads; None for any."""
     reserved_tokens: tuple[int, ...] = ()
     """Tokens, such as a mask, that no answer may contain."""
+    least_value: float = 0.0
+    """Least value of a node that may be verified in the round that is drafted next; nodes below need not be drafted."""
     models: tuple[Any, ...] = ()
     """Its draft models, each a `paradraft.models.causal_lm.CausalLM`; not the target."""
 

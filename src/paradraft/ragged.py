@@ -72,13 +72,3 @@ def joined(rows: list[list[int]], more: list[list[int]]) -> list[list[int]]:
     [[7, 1, 2], [8, 9, 3]]
     """
     return [row + end for row, end in zip(rows, more, strict=True)]
-
-
-def kept_values(values: list[list[float]], are_kept: list[list[bool]], width: int) -> list[list[float]]:
-    """The values of the first `width` nodes of each row, 0 for those that are not kept.
-
-    >>> kept_values([[0.9, 0.5], [0.3]], [[True, False], [True, False]], 2)
-    [[0.9, 0.0], [0.3]]
-    """
-    rows = zip(values, are_kept, strict=True)
-    return [[value * is_kept for value, is_kept in zip(row[:width], kept, strict=False)] for row, kept in rows]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -10,7 +11,10 @@ import torch
 
 from paradraft.core import Committed, Draft, Drafter, Request
 from paradraft.drafters.parts.text_drafter import TextDrafter
+from paradraft.parents import is_chain
+from paradraft.probes import Probes
 from paradraft.sampling_params import Sampling
+from paradraft.tree import ABSENT
 from tests.support.decoding import committed, requests, started
 
 
@@ -133,6 +137,36 @@ def test_committed_states_are_those_of_the_tokens() -> None:
     for hidden in (torch.zeros(2, 2, 8), torch.zeros(1, 3, 8)):
         with pytest.raises(AssertionError):
             Committed(tokens=tokens, hidden={4: hidden})
+
+
+def test_the_first_nodes_are_a_draft() -> None:
+    """Guards cuts by value: rows of different lengths, the confidence of what is left, and chains, whose passes need no
+    mask."""
+    draft = Draft.of_lists(
+        [[5, 6, 7], [8]], [[-1, 0, -1], [-1]], confidence=torch.tensor([[0.9, 0.8, 0.7], [0.6, 0.0, 0.0]]),
+        values=[[0.9, 0.5, 0.2], [0.6]],
+    )  # fmt: skip
+    first = draft.first([2, 0])
+    assert first.lists == ([[5, 6], [ABSENT, ABSENT]], [[-1, 0], [-1, 0]])
+    assert first.tokens.tolist(), first.parents.tolist() == first.lists
+    assert is_chain(first.parents) and not is_chain(draft.parents)
+    assert first.values == [[0.9, 0.5], []] and first.confidence is not None
+    assert torch.equal(first.confidence, torch.tensor([[0.9, 0.8], [0.6, 0.0]]))
+    assert draft.first([3, 1]).lists == draft.lists
+    nothing = draft.first([0, 0])
+    assert nothing is Draft.empty(2, torch.device("cpu")) and nothing.tokens.shape == (2, 0)
+
+
+@pytest.mark.parametrize("more", ["probs", "probes"])
+def test_only_nodes_alone_are_cut(more: str) -> None:
+    """Guards distributions and prompt tokens, which would be those of other nodes."""
+    found = {
+        "probs": torch.ones(1, 2, 10) / 10,
+        "probes": Probes(nodes=torch.tensor([[0]]), before=torch.tensor([[-1]]), tokens=torch.tensor([[90]])),
+    }
+    chain = Draft.chain(torch.tensor([[5, 6]]))
+    with pytest.raises(AssertionError):
+        dataclasses.replace(chain, **{more: found[more]}).first([1])
 
 
 class Lengths(TextDrafter):

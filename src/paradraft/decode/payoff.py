@@ -224,6 +224,11 @@ class Compared:
         self._was_plain = False
         self.policy.join(requests)
 
+    @property
+    def least_value(self) -> float:
+        """See `LengthPolicy`."""
+        return self.policy.least_value
+
     def next(self) -> list[int]:
         """See `LengthPolicy`; 0 in a trial."""
         wanted = self.policy.next()

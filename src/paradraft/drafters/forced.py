@@ -16,7 +16,8 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from paradraft.core import Committed, Draft, Drafting, Request
+from paradraft.core import Committed, Drafting, Request
+from paradraft.drafters.parts.best_first import Estimating, Node, chain_of
 from paradraft.drafters.parts.text_drafter import TextDrafter
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -33,7 +34,7 @@ class Config:
     """No settings."""
 
 
-class ForcedDrafter(TextDrafter):
+class ForcedDrafter(TextDrafter, Estimating):
     """Drafts what the processors of each row force; `vocab_size` is the target's."""
 
     traits = Traits(words="what a grammar forces", needs_grammar=True, estimates=True)
@@ -56,21 +57,19 @@ class ForcedDrafter(TextDrafter):
         super().keep(rows)
         self._requests = [self._requests[row] for row in rows.tolist()]
 
-    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+    def grow(self, lengths: Sequence[int]) -> list[list[Node]]:
         """A chain of the tokens that follow each answer."""
         rows = zip(self._requests, self.texts, lengths, strict=True)
         drafts = [
             forced_tokens(request, text[len(request.tokens) - request.answered :], k, self.vocab_size) if k else []
             for request, text, k in rows
         ]
-        values = [values_of(len(tokens), k) for tokens, k in zip(drafts, lengths, strict=True)]
-        return Draft.of_lists(drafts, device=self.device, values=values)
+        return [chain_of(tokens, chances(len(tokens), k)) for tokens, k in zip(drafts, lengths, strict=True)]
 
 
-def values_of(count: int, most: int) -> list[float]:
-    """The values of a chain of forced tokens; one shorter than asked for ends where the grammar leaves a choice."""
-    values = [SURE**depth for depth in range(1, count + 1)]
-    return values if count == most else [*values[:-1], *(LAST * value for value in values[-1:])]
+def chances(count: int, most: int) -> list[float]:
+    """Those of a chain of forced tokens; one shorter than asked for ends where the grammar leaves a choice."""
+    return [SURE] * count if count in (0, most) else [*[SURE] * (count - 1), SURE * LAST]
 
 
 def forced_tokens(request: Request, answer: list[int], most: int, vocab_size: int) -> list[int]:

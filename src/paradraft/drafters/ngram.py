@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paradraft.core import Draft
-from paradraft.drafters.parts.match_chance import LONG, chain_values
+from paradraft.drafters.parts.best_first import Estimating, Node, chain_of
+from paradraft.drafters.parts.match_chance import LONG, chain_chances
 from paradraft.drafters.parts.text_drafter import TextDrafter
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -34,7 +34,7 @@ class Config:
             raise ValueError(f"max_ngram={self.max_ngram}: use at least 1")
 
 
-class NgramDrafter(TextDrafter):
+class NgramDrafter(TextDrafter, Estimating):
     """Drafts from the committed tokens."""
 
     traits = Traits(label="n-gram", words="copies earlier text", estimates=True)
@@ -44,14 +44,14 @@ class NgramDrafter(TextDrafter):
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """Drafts by `lookup`; rows without a match draft nothing."""
-        tokens, values = [], []
+    def grow(self, lengths: Sequence[int]) -> list[list[Node]]:
+        """Chains by `lookup`; rows without a match draft nothing."""
+        rows = []
         for text, k in zip(self.texts, lengths, strict=True):
             end = lookup(text, self.config.max_ngram) if k else len(text)
-            tokens.append(text[end : end + k])
-            values.append(chain_values(len(tokens[-1]), matched(text, end)))
-        return Draft.of_lists(tokens, device=self.device, values=values)
+            tokens = text[end : end + k]
+            rows.append(chain_of(tokens, chain_chances(len(tokens), matched(text, end))))
+        return rows
 
 
 def lookup(text: list[int], max_ngram: int) -> int:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paradraft.core import Committed, Draft, Drafter, Drafting, Request
-from paradraft.drafters.parts.best_first import Child, Node, draft_of, grown
+from paradraft.core import Committed, Drafting, Request
+from paradraft.drafters.parts.best_first import Child, Estimating, Node, grown
 from paradraft.formats.likely_table import LikelyTable, read_table
 from paradraft.likeliest import Likeliest
 from paradraft.models.runtime import Runtime
@@ -109,10 +109,10 @@ class KnownPlaces:
             self._end = (*self._end, *tokens)[-2], tokens[-1]
             self._length += len(tokens)
 
-    def draft(self, k: int, tree: Tree | None) -> list[Node]:
+    def draft(self, k: int, tree: Tree | None, least_value: float = 0.0) -> list[Node]:
         """The likeliest nodes, at most K deep."""
-        return grown(self._end, self._children, lambda pair, token: (pair[1], token), k=k, tree=tree,
-                     floor=self._config.floor)  # fmt: skip
+        floor = max(self._config.floor, least_value)
+        return grown(self._end, self._children, lambda pair, token: (pair[1], token), k=k, tree=tree, floor=floor)
 
     def _children(self, pair: Pair, depth: int) -> list[Child]:
         for matched in range(self._config.key, 0, -1):
@@ -138,7 +138,7 @@ class KnownPlaces:
         return sorted((child for child in pairs if child[0] != ABSENT), key=lambda child: -child[1])
 
 
-class RecycleDrafter(Drafter):
+class RecycleDrafter(Estimating):
     """Drafts what was likely in the earlier passes of each row."""
 
     traits = Traits(
@@ -151,18 +151,18 @@ class RecycleDrafter(Drafter):
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """See `Drafter`."""
-        self._drafting, self._device, self._rows = drafting, device, list[KnownPlaces]()
+        super().start(drafting, device)
+        self._rows = list[KnownPlaces]()
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """Begins with nothing known: the logits after the tokens of a prompt are not computed."""
-        has_noise = self._drafting.draws == "noise"
+        has_noise = self.drafting.draws == "noise"
         self._rows += [KnownPlaces(request, self.config, self.table, has_noise=has_noise) for request in requests]
 
-    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+    def grow(self, lengths: Sequence[int]) -> list[list[Node]]:
         """The drafts of `KnownPlaces.draft`."""
-        tree = self._drafting.tree
-        rows = [row.draft(k, tree) if k else [] for row, k in zip(self._rows, lengths, strict=True)]
-        return draft_of(rows, self._drafting, self._device)
+        tree, least = self.drafting.tree, self.least_value
+        return [row.draft(k, tree, least) if k else [] for row, k in zip(self._rows, lengths, strict=True)]
 
     def commit(self, new: Committed) -> None:
         """Learns from the pass."""

@@ -13,6 +13,7 @@ rises with the length too (docs/decisions.md, 107), so that a draft ends where t
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paradraft.core import Committed, Draft, Drafter, Drafting, Request
-from paradraft.drafters.parts.best_first import Child, Node, draft_of, grown
+from paradraft.core import Committed, Drafting, Request
+from paradraft.drafters.parts.best_first import Child, Estimating, Node, chain_of, grown
 from paradraft.drafters.parts.corpus import Corpus, check_corpus, read_corpus
-from paradraft.drafters.parts.match_chance import chain_values, chance
+from paradraft.drafters.parts.match_chance import chain_chances, chance, most_expected
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.traits import Traits
@@ -96,11 +97,14 @@ class Text:
             found.append((place, length))
         return found
 
-    def draft(self, config: Config, k: int, tree: Tree | None, corpus: Corpus | None = None) -> list[Node]:
+    def draft(
+        self, config: Config, k: int, tree: Tree | None, corpus: Corpus | None = None, *, least_value: float = 0.0
+    ) -> list[Node]:
         """The nodes of the draft that is expected to have most accepted tokens, at most K deep.
 
         The text and the corpus count apart; of equally good drafts that of the text is taken.
         """
+        floor = max(config.floor, least_value)
         sources: list[tuple[Sequence[int], list[tuple[int, int]]]] = [
             (self.tokens, self.matches(depth=config.depth, places=config.places))
         ]
@@ -110,10 +114,12 @@ class Text:
         for tokens, matches in sources:
             for least in sorted({length for _, length in matches}, reverse=True)[:TRIED]:
                 # Of the nodes at a depth one is accepted at most, and shorter matches have smaller chances.
-                if best and sum(chain_values(k, least, len(matches))) <= expected(best):
+                if chance(least, len(matches), len(matches)) < floor:
+                    break
+                if best and most_expected(k, least, len(matches)) <= expected(best):
                     break
                 places = [place for place, length in matches if length >= least]
-                nodes = self._likeliest(tokens, places, least, k, config.floor, tree)
+                nodes = self._likeliest(tokens, places, least, k, floor, tree)
                 best = max(best, nodes, key=expected)
         return best
 
@@ -122,6 +128,13 @@ class Text:
         tokens: Sequence[int], places: list[int], least: int, k: int, floor: float, tree: Tree | None
     ) -> list[Node]:
         """The continuations from places that match over `least` tokens: the likeliest chain, or nodes of a tree."""
+
+        if len(places) == 1 and (tree is None or tree.paths is None):
+            most = k if tree is None else min(k, tree.nodes)
+            following = tokens[places[0] : places[0] + most]
+            following = list(itertools.takewhile(lambda token: token != ABSENT, following))
+            nodes = chain_of(following, chain_chances(len(following), least))
+            return list(itertools.takewhile(lambda node: node.value >= floor, nodes))
 
         def children(places: list[int], depth: int) -> list[Child]:
             counts = Counter(tokens[place] for place in places)
@@ -136,7 +149,7 @@ class Text:
         return grown(inside(places), children, after, k=k, tree=tree, floor=floor)
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(Estimating):
     """Drafts from the committed tokens of each row."""
 
     traits = Traits(words="what followed the longest earlier matches", branching="tree", estimates=True)
@@ -146,7 +159,8 @@ class SuffixDrafter(Drafter):
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """See `Drafter`."""
-        self._drafting, self._device, self._texts = drafting, device, list[Text]()
+        super().start(drafting, device)
+        self._texts = list[Text]()
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """Reads the prompts."""
@@ -161,12 +175,11 @@ class SuffixDrafter(Drafter):
         """See `Drafter`."""
         self._texts = [self._texts[row] for row in rows.tolist()]
 
-    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+    def grow(self, lengths: Sequence[int]) -> list[list[Node]]:
         """The trees of `Text.draft`; rows without a match draft nothing."""
-        tree = self._drafting.tree
+        tree, least = self.drafting.tree, self.least_value
         asked = zip(self._texts, lengths, strict=True)
-        drafts = [text.draft(self.config, k, tree, self.corpus) if k else [] for text, k in asked]
-        return draft_of(drafts, self._drafting, self._device)
+        return [text.draft(self.config, k, tree, self.corpus, least_value=least) if k else [] for text, k in asked]
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> SuffixDrafter:

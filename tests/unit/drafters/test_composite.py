@@ -98,7 +98,8 @@ def check_round(batch: Batch, fresh: Sequence[Drafter]) -> int:
     assert isinstance(watched, Watched)
     union = paths_of(watched.last)
     for part, rows in zip(watched.parts, expected, strict=True):
-        for row, (found, anew) in enumerate(zip(to_lists(watched._drafts[part].tokens), rows, strict=True)):
+        drafted = [[node.token for node in nodes] for nodes in watched._nodes[part]]
+        for row, (found, anew) in enumerate(zip(drafted, rows, strict=True)):
             assert found == (anew if part.traits.estimates else anew[: len(found)])
             assert all(tuple(found[: depth + 1]) in union[row] for depth in range(len(found)))
             drawn += len(found) * (not part.traits.estimates)
@@ -330,6 +331,34 @@ def test_a_part_that_drafts_alone_keeps_to_the_shape(shape: Tree, tokens: list[i
     union.start(Drafting(tree=shape), torch.device("cpu"))
     union.join(requests([[9, 8, 7]]), committed([9, 8, 7]))
     assert union.propose([4]).tokens.tolist() == [tokens]
+
+
+@pytest.mark.parametrize("names", ["ngram", "suffix", "recycle", "suffix+recycle", "ngram+suffix"])
+@pytest.mark.parametrize("tree", [None, Tree(budget=6)])
+def test_what_is_worth_verifying_is_drafted(plain: Engine, names: str, tree: Tree | None) -> None:
+    """Guards drafts against a policy's least value: nodes above it are those of the whole draft, none is lost."""
+    least, drafts = 0.0, []
+    texts = [[1, 5, 2, 1, 6, 3, 1, 5, 2, 1], [5, 6, 7, 5, 6, 7, 5]]
+    for least in (0.0, 0.2, 0.4, 1.0):
+        drafter = load_drafter(names, plain.target, draft=None, runtime=RUNTIME)
+        shape = tree if drafter.traits.branching == "tree" else None
+        drafter.least_value = least
+        drafter.start(Drafting(tree=shape), torch.device("cpu"))
+        drafter.join(requests(texts), committed(*texts))
+        likeliest = Likeliest(
+            read=[[], []],
+            parents=[[], []],
+            tokens=[[[1, 2]], [[5, 6]]],
+            logits=[[[2.0, 1.0]], [[9.0, 1.0]]],
+        )
+        drafter.commit(dataclasses.replace(committed([1], [5]), likeliest=likeliest))
+        drafts.append(paths_of(drafter.propose([4, 4])))
+    for row, whole in enumerate(drafts[0]):
+        for least, draft in zip((0.2, 0.4, 1.0), drafts[1:], strict=True):
+            worth = {path: value for path, value in whole.items() if value >= least}
+            assert worth.items() <= draft[row].items()
+    sizes = [sum(map(len, draft)) for draft in drafts]
+    assert sizes[0] > 0 and (sizes[-1] == 0 or "ngram" in names)
 
 
 def test_facts_derive_from_the_parts(family: Path, plain: Engine) -> None:

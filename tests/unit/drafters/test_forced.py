@@ -11,7 +11,7 @@ import torch
 import paradraft
 from paradraft.core import Committed, Drafting, Request
 from paradraft.drafters import drafter_class
-from paradraft.drafters.forced import LAST, SURE, ForcedDrafter, values_of
+from paradraft.drafters.forced import LAST, SURE, ForcedDrafter, chances
 from paradraft.engine.engine import Engine
 from paradraft.engine.speculation import Speculation
 from paradraft.sampling_params import ForcingProcessor, Sampling
@@ -113,7 +113,7 @@ def test_drafts_have_only_ids_of_the_target(returned: list[int], expected: list[
 
 def test_a_short_chain_ends_in_a_guess() -> None:
     """Guards cuts: the last forced token is a guess, unless the chain is as long as it was asked to be."""
-    assert values_of(3, 3) == [SURE, SURE**2, SURE**3] and values_of(2, 3) == [SURE, SURE**2 * LAST]
+    assert chances(3, 3) == [SURE] * 3 and chances(2, 3) == [SURE, SURE * LAST] and chances(0, 3) == []
     short = Request(tokens=[1], sampling=Sampling(processors=(Faulty([7]),)))
     draft = joined(short).propose([4])
     assert draft.tokens.tolist() == [[7]] and draft.values == [[SURE * LAST]]

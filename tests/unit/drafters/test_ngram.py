@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import itertools
+import operator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paradraft.drafters.ngram import Config, NgramDrafter, lookup, matched
-from paradraft.drafters.parts.match_chance import chain_values
+from paradraft.drafters.parts.match_chance import chain_chances
 from paradraft.tree import ABSENT
 from tests.support.decoding import committed, requests, started
 
@@ -50,7 +53,9 @@ def test_values_rise_with_the_match_and_fall_with_the_depth() -> None:
     drafter, repeated = NgramDrafter(Config(max_ngram=2)), list(range(10))
     started(drafter, [[*repeated, 50, 51, 60, *repeated], [99, 8, 9, 50, 51, 8, 9], [1, 2]])
     values = drafter.propose([2, 2, 2]).values
-    assert values == [chain_values(2, 10), chain_values(2, 2), []] and values[0][0] > values[0][1] > values[1][0]
+    chances = [chain_chances(2, 10), chain_chances(2, 2), ()]
+    assert values == [list(itertools.accumulate(each, operator.mul)) for each in chances]
+    assert values[0][0] > values[0][1] > values[1][0]
 
 
 def test_rows_come_and_go() -> None:

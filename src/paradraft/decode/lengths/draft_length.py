@@ -32,6 +32,10 @@ class LengthPolicy(Protocol):
     runs_plain: bool
     """Whether it runs plain rounds now and then, to compare."""
 
+    @property
+    def least_value(self) -> float:
+        """Least value of a node that it may verify in the round for which it was asked last."""
+
     def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
         """Begins with an empty batch; learnt statistics may stay.
 
@@ -62,6 +66,7 @@ class Fixed:
 
     wants_confidence = False
     runs_plain = False
+    least_value = 0.0
 
     def __init__(self, k: int) -> None:
         self.k = k

@@ -52,6 +52,7 @@ class Expected:
 
     wants_confidence = False
     runs_plain = True
+    least_value = 0.0
 
     GAIN = 1.05
     """Speedup over plain decoding at which drafting begins; above 1 because times and shares are uncertain."""

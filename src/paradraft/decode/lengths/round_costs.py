@@ -147,8 +147,17 @@ class RoundCosts:
 
     def pass_s(self, rows: int, nodes: Sequence[float], *, hopeful: bool = False) -> float:
         """`seconds` without the drafter's; see `PassTimes.hopeful`."""
-        size = self._size(rows, nodes)
+        return self._pass_of(self._size(rows, nodes), hopeful=hopeful)
+
+    def _pass_of(self, size: float, *, hopeful: bool) -> float:
         return (self._target_s.hopeful(size) if hopeful else self._target_s.of(size)) + self._other_s
+
+    def least_more(self, rows: int, *, hopeful: bool = False) -> float:
+        """Least time of a drafted token in a pass of a measured size, in plain passes; 0 before any was measured."""
+        plain_s = self.pass_s(rows, [], hopeful=hopeful)
+        sizes = (size for size, _ in self._target_s.points if size > rows)
+        more = ((self._pass_of(size, hopeful=hopeful) / plain_s - 1.0) / (size - rows) for size in sizes)
+        return max(min(more, default=0.0), 0.0)
 
     @property
     def largest(self) -> float:

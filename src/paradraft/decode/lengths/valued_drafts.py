@@ -6,7 +6,6 @@ chance of each node (`Draft.values`) knows more: it may be sure of eight tokens 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -14,36 +13,34 @@ from torch import Tensor
 from paradraft.core import Draft, Request
 from paradraft.decode.lengths.round_costs import RoundCosts
 from paradraft.decode.stats import RoundOutput
-from paradraft.ragged import upload
 from paradraft.tree import Tree
 
 
 def most_worth(
     values: Sequence[Sequence[float]], seconds: Callable[[Sequence[int]], float], *, most: int | None = None
-) -> tuple[list[list[bool]], float]:
+) -> tuple[list[int], float]:
     """The nodes of a batch's drafts with the most expected tokens per second.
 
     Args:
-        values: of each row's nodes, never above the parent's.
+        values: of each row's nodes, the largest first.
         seconds: the time of a round from the number of nodes of each row.
         most: most nodes of all rows together.
 
     Returns:
-        Whether each node is verified, and the expected tokens per second.
+        Of each row the number of nodes that are verified, and the expected tokens per second.
 
     >>> most_worth([[0.9, 0.2], [0.6]], lambda nodes: 1.0 + 0.25 * sum(nodes))
-    ([[True, False], [True]], 2.3333333333333335)
+    ([1, 1], 2.3333333333333335)
     """
-    order = sorted((-value, row, node) for row, of_row in enumerate(values) for node, value in enumerate(of_row))
-    counts, tokens, kept = [0] * len(values), float(len(values)), 0
-    rate = tokens / seconds(counts)
-    for taken, (value, row, _) in enumerate(order[:most], start=1):
+    order = sorted((-value, row) for row, of_row in enumerate(values) for value in of_row)
+    counts, tokens = [0] * len(values), float(len(values))
+    best, rate = list(counts), tokens / seconds(counts)
+    for value, row in order[:most]:
         counts[row] += 1
         tokens -= value
         if (with_it := tokens / seconds(counts)) > rate:
-            rate, kept = with_it, taken
-    chosen = {(row, node) for _, row, node in order[:kept]}
-    return [[(row, node) in chosen for node in range(len(of_row))] for row, of_row in enumerate(values)], rate
+            best, rate = list(counts), with_it
+    return best, rate
 
 
 class LossGuard:
@@ -104,6 +101,8 @@ class ValuedDrafts:
     """The share of all time that trials may lose."""
     EARLY, SOON = 3, 16
     """The first trials wait for this number of rounds at most, and are small then."""
+    UNBOUNDED = 16
+    """Rounds between two in which drafters grow nodes of any value, so that sizes that were never tried may be."""
     FIRST = 4
     """Most tokens of the first pass with drafts, as a multiple of the rows."""
     MEMORY, PRIOR = 0.98, 6.0
@@ -121,6 +120,8 @@ class ValuedDrafts:
         self._rows = self._since_plain = self._plain_left = 0
         self._trials = self._since_trial = 0
         self._is_trial = False
+        self._number = 0
+        """Of the round."""
         self._rate = self._value = 0.0
         """Expected tokens per second of the best cut of this round; the values of the nodes that it verifies."""
 
@@ -139,32 +140,47 @@ class ValuedDrafts:
 
     def next(self) -> list[int]:
         """K for every row, or 0 to measure plain rounds and while drafts lose time."""
-        self._is_trial, self._value = False, 0.0
+        self._is_trial, self._value, self._number = False, 0.0, self._number + 1
         if self._since_plain >= self.PLAIN_AFTER:
             self._plain_left = 2
         is_plain = self._plain_left or self._guard.is_paused or not self._costs.knows_plain(self._rows)
         return [0 if is_plain else self.k] * self._rows
 
+    @property
+    def least_value(self) -> float:
+        """The value below which no first node pays, and so no other: see `most_worth`."""
+        if self._number % self.UNBOUNDED == 0 or not self._costs.knows_plain(self._rows):
+            return 0.0
+        more = self._costs.least_more(self._rows, hopeful=self._may_try)
+        return self._rows * more / self._trust
+
+    @property
+    def _trust(self) -> float:
+        """The accepted tokens as a share of their values' sum."""
+        return (self._accepted + self.PRIOR) / (self._valued + self.PRIOR)
+
+    @property
+    def _may_try(self) -> bool:
+        return self._lost_s <= 0.0 or self._is_early
+
+    @property
+    def _is_early(self) -> bool:
+        return self._trials < self.EARLY and self._since_trial >= self.SOON
+
     def cut(self, draft: Draft) -> Draft:
         """Removes the nodes that are not worth their time."""
         if not draft.tokens.shape[1] or draft.values is None:
             return draft
-        trust = (self._accepted + self.PRIOR) / (self._valued + self.PRIOR)
+        trust = self._trust
         values = [[min(trust * value, 1.0) for value in row] for row in draft.values]
         fewest = (self.FIRST - 1) * self._rows
         most = max(fewest, int(2 * self._costs.largest) - self._rows)
-        are_kept, self._rate = most_worth(values, self._seconds, most=most)
-        is_early = self._trials < self.EARLY and self._since_trial >= self.SOON
-        if self._lost_s <= 0.0 or is_early:
+        counts, self._rate = most_worth(values, self._seconds, most=most)
+        if self._may_try:
             tried, _ = most_worth(values, self._hopeful_s, most=most if self._lost_s <= 0.0 else fewest)
-            self._is_trial, are_kept = tried != are_kept, tried
-        rows = zip(draft.values, are_kept, strict=True)
-        self._value = sum(sum(itertools.compress(row, kept)) for row, kept in rows)
-        if all(map(all, are_kept)):
-            return draft
-        width = draft.tokens.shape[1]
-        padded = [row + [False] * (width - len(row)) for row in are_kept]
-        return draft.where(upload(padded, draft.tokens.device) > 0)
+            self._is_trial, counts = tried != counts, tried
+        self._value = sum(sum(row[:count]) for row, count in zip(draft.values, counts, strict=True))
+        return draft if counts == list(map(len, draft.values)) else draft.first(counts)
 
     def _seconds(self, nodes: Sequence[int]) -> float:
         return self._costs.pass_s(self._rows, [count for count in nodes if count])

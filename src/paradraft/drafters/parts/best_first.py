@@ -1,21 +1,20 @@
-"""Drafts of drafters that estimate values: the likeliest nodes first, as a chain or a tree."""
+"""Drafters that estimate values: their drafts are lists of nodes, the likeliest first."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from paradraft.core import Draft, Drafting
+from paradraft.core import Draft, Drafter, Drafting
 from paradraft.tree import ABSENT, MOST_CANDIDATES, Tree
 
 
-@dataclass(frozen=True, kw_only=True)
-class Node:
+class Node(NamedTuple):
     """A drafted token.
 
     Args:
@@ -30,9 +29,55 @@ class Node:
     sure: float
 
 
+class Estimating(Drafter):
+    """A drafter that estimates values: a subclass grows nodes, of which this class makes a draft."""
+
+    def start(self, drafting: Drafting, device: torch.device) -> None:
+        """Resets; a subclass drops its rows too."""
+        self.drafting, self.device = drafting, device
+
+    def grow(self, lengths: Sequence[int]) -> list[list[Node]]:
+        """The nodes of each row, parents before children, of values that do not rise.
+
+        Nodes below `least_value` need not be there.
+
+        Args:
+            lengths: largest depth of each row's draft; 0 for no draft.
+        """
+        raise NotImplementedError
+
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        """The draft of the grown nodes."""
+        rows = self.grow(lengths)
+        if not any(rows):
+            return Draft.empty(len(rows), self.device)
+        confidence = None
+        if self.drafting.wants_confidence:
+            N = max(map(len, rows))
+            padded = [[node.sure for node in nodes] + [0.0] * (N - len(nodes)) for nodes in rows]
+            confidence = torch.tensor(padded, device=self.device)
+        return Draft.of_lists(
+            [[node.token for node in nodes] for nodes in rows],
+            [[node.parent for node in nodes] for nodes in rows],
+            self.device,
+            confidence=confidence,
+            values=[[node.value for node in nodes] for nodes in rows],
+        )
+
+
 Place = TypeVar("Place")
 Child = tuple[int, float]
 """A token and the chance that it comes next."""
+
+
+def chain_of(tokens: Sequence[int], chances: Sequence[float]) -> list[Node]:
+    """The nodes of a chain, from the chance of each token after those before it.
+
+    >>> chain_of([5, 6], [0.5, 0.5])[1]
+    Node(token=6, parent=0, value=0.25, sure=0.5)
+    """
+    values = itertools.accumulate(chances, operator.mul)
+    return list(map(Node, tokens, itertools.count(ABSENT), values, chances))
 
 
 def grown(
@@ -68,8 +113,10 @@ def grown(
         following = children(place, len(path))[:width]
         for rank, (token, chance) in enumerate(following):
             of_path = value * chance
-            if of_path >= floor and (paths is None or (*path, rank) in paths):
-                node = Node(token=token, parent=parent, value=of_path, sure=following[0][1])
+            if of_path < floor:
+                break
+            if paths is None or (*path, rank) in paths:
+                node = Node(token, parent, of_path, following[0][1])
                 heapq.heappush(heap, (-of_path, next(order), (*path, rank), node, place))
 
     add_children(1.0, (), ABSENT, root)
@@ -79,18 +126,3 @@ def grown(
         if len(path) < k and len(nodes) < most:
             add_children(node.value, path, len(nodes) - 1, after(place, node.token))
     return nodes
-
-
-def draft_of(rows: Sequence[list[Node]], drafting: Drafting, device: torch.device) -> Draft:
-    """The draft with these nodes in each row."""
-    tokens, parents = (
-        [[node.token for node in nodes] for nodes in rows],
-        [[node.parent for node in nodes] for nodes in rows],
-    )
-    sure = None
-    if drafting.wants_confidence:
-        N = max(map(len, rows))
-        padded = [[node.sure for node in nodes] + [0.0] * (N - len(nodes)) for nodes in rows]
-        sure = torch.tensor(padded, device=device).view(len(rows), N)
-    values = [[node.value for node in nodes] for nodes in rows]
-    return Draft.of_lists(tokens, parents, device, confidence=sure, values=values)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
-
-import torch
 
 from paradraft.core import Draft
+from paradraft.drafters.parts.best_first import Node
 from paradraft.parents import depths_of_row
 from paradraft.tree import ABSENT
 
@@ -35,14 +33,14 @@ class RowCalibration:
 
     >>> row = RowCalibration()
     >>> for _ in range(50):
-    ...     values = row.values([5, 6], [-1, 0], [0.95, 0.95])
+    ...     nodes = row.nodes([5, 6], [-1, 0], [0.95, 0.95], 2)
     ...     row.learn([5, 7])
-    >>> round(row.accepted, 1), [round(value, 1) for value in values]
+    >>> round(row.accepted, 1), [round(node.value, 1) for node in nodes]
     (1.0, [0.5, 0.3])
     """
 
     def __init__(self) -> None:
-        self.lengths = FIRST * FIRST_PRIOR, FIRST_PRIOR
+        self._totals = FIRST * FIRST_PRIOR, FIRST_PRIOR
         """Accepted tokens and number of drafts; older ones weigh less."""
         self.skipped = 0
         """Rounds since the last draft."""
@@ -55,19 +53,25 @@ class RowCalibration:
     @property
     def accepted(self) -> float:
         """Mean number of accepted tokens of a draft."""
-        tokens, drafts = self.lengths
+        tokens, drafts = self._totals
         return tokens / drafts
 
-    def values(self, tokens: Sequence[int], parents: Sequence[int], confidences: Sequence[float]) -> list[float]:
-        """Remembers a draft; returns the chance of each node and of all above it, 0 for absent ones."""
+    def nodes(
+        self, tokens: Sequence[int], parents: Sequence[int], confidences: Sequence[float], most: int
+    ) -> list[Node]:
+        """The nodes of a draft down to a depth, with their chances; remembers them."""
         self._children = defaultdict(list)
-        values: list[float] = []
-        for node, (token, parent, confidence) in enumerate(zip(tokens, parents, confidences, strict=True)):
-            index = min(int(confidence * BINS), BINS - 1)
-            above = values[parent] if parent >= 0 else 1.0
-            values.append(above * self._was[index] / self._could[index] if token != ABSENT else 0.0)
-            self._children[parent].append((token, node, index))
-        return values
+        nodes, new = list[Node](), {ABSENT: ABSENT}
+        rows = zip(tokens, parents, confidences, depths_of_row(tokens, parents), strict=True)
+        for node, (token, parent, sure, depth) in enumerate(rows):
+            if token == ABSENT or depth > most or parent not in new:
+                continue
+            index, above = min(int(sure * BINS), BINS - 1), new[parent]
+            value = (nodes[above].value if above >= 0 else 1.0) * self._was[index] / self._could[index]
+            new[node] = len(nodes)
+            self._children[above].append((token, new[node], index))
+            nodes.append(Node(token, above, value, sure))
+        return nodes
 
     def learn(self, committed: Sequence[int]) -> None:
         """Compares the draft with the tokens that were committed, down to the last that was decided."""
@@ -75,7 +79,7 @@ class RowCalibration:
             return
         right, at = 0, ABSENT
         for own in committed:
-            after = [each for each in self._children.get(at, ()) if each[0] != ABSENT]
+            after = self._children.get(at, ())
             for token, node, index in after:
                 self._was[index] = MEMORY * self._was[index] + (token == own)
                 self._could[index] = MEMORY * self._could[index] + 1.0
@@ -83,7 +87,7 @@ class RowCalibration:
             if all(token != own for token, _, _ in after):
                 break
             right += 1
-        self.lengths = MEMORY * self.lengths[0] + right, MEMORY * self.lengths[1] + 1.0
+        self._totals = MEMORY * self._totals[0] + right, MEMORY * self._totals[1] + 1.0
         self._children = {}
 
 
@@ -117,24 +121,20 @@ class Calibration:
             lengths: the largest depths that are asked for.
             expected: accepted tokens of the other drafts.
         """
-        found = []
+        asked = []
         for row, k, others in zip(self._rows, lengths, expected, strict=True):
             is_left_out = others >= row.accepted and row.skipped < AGAIN
             row.skipped = row.skipped + 1 if is_left_out else 0
             most = round(row.accepted) + 1 if self._is_slow else k
-            found.append(0 if is_left_out else min(k, most))
-        return found
+            asked.append(0 if is_left_out else min(k, most))
+        return asked
 
-    def valued(self, draft: Draft, lengths: Sequence[int]) -> Draft:
-        """Cuts a draft to the depths that were asked for, gives it values, and remembers it."""
-        asked = zip(*draft.lists, lengths, strict=True)
-        are_kept = [[depth <= most for depth in depths_of_row(*row)] for *row, most in asked]
-        if not all(map(all, are_kept)):
-            draft = draft.where(torch.tensor(are_kept, device=draft.tokens.device))
+    def nodes(self, draft: Draft, lengths: Sequence[int]) -> list[list[Node]]:
+        """The nodes of each row of a draft, no deeper than was asked for; remembers them."""
         unknown = [[UNKNOWN] * draft.tokens.shape[1]] * len(lengths)
         sure = unknown if draft.confidence is None else draft.confidence.tolist()
-        rows = zip(self._rows, *draft.lists, sure, strict=True)
-        return replace(draft, values=[row.values(*drafted) for row, *drafted in rows])
+        rows = zip(self._rows, *draft.lists, sure, lengths, strict=True)
+        return [row.nodes(*drafted) for row, *drafted in rows]
 
     def learn(self, committed: Sequence[Sequence[int]]) -> None:
         """Adds the committed tokens of a round."""

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.drafters import built_class, setting_of_part
+from paradraft.drafters.parts.best_first import Estimating, Node
 from paradraft.drafters.parts.calibration import Calibration
+from paradraft.drafters.parts.union import union_of
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.traits import Traits
@@ -30,7 +32,7 @@ GONE = -2
 """Node of a part that the union does not have."""
 
 
-class Composite(Drafter):
+class Composite(Estimating):
     """Drafts the union of the drafts of its parts: the nodes of largest value.
 
     Parts that estimate draft trees if they can, the others chains of at most K tokens, whose values are learnt
@@ -55,14 +57,16 @@ class Composite(Drafter):
         }
         self._in_turn = sorted(parts, key=self._calibrations.__contains__)
         self._drafts: dict[Drafter, Draft] = {}
-        """The last drafts of the parts …"""
-        self._union: Draft | None = None
-        """… and their union."""
+        """The last drafts of parts that do not grow nodes, …"""
+        self._nodes: dict[Drafter, list[list[Node]]] = {}
+        """… the nodes of each row's last draft, by part, …"""
+        self._union = list[list[Node]]()
+        """… and of all parts together."""
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """See `Drafter`."""
-        self._shape, self._wants_confidence, self._union = drafting.tree, drafting.wants_confidence, None
-        self._device = device
+        super().start(drafting, device)
+        self._drafts = {}
         for part in self.parts:
             tree = drafting.tree if part.traits.estimates and part.traits.branching == "tree" else None
             wants_confidence = drafting.wants_confidence or part in self._calibrations
@@ -77,48 +81,46 @@ class Composite(Drafter):
         for calibration in self._calibrations.values():
             calibration.join(len(requests))
 
-    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+    def grow(self, lengths: Sequence[int]) -> list[list[Node]]:
         """The union of the parts' drafts; those that estimate come first."""
         self._drafts, expected = {}, [0.0] * len(lengths)
+        if not any(lengths) and not self._calibrations:
+            return [[] for _ in lengths]
         for part in self._in_turn:
+            part.least_value = self.least_value
             asked = lengths if part.max_k is None else [min(length, part.max_k) for length in lengths]
-            if (calibration := self._calibrations.get(part)) is not None:
+            if (calibration := self._calibrations.get(part)) is not None:  # in plain rounds too it reads the text
                 asked = calibration.lengths(asked, expected)
-                draft = calibration.valued(part.propose(asked), asked)
-                draft = draft if self._wants_confidence else dataclasses.replace(draft, confidence=None)
-            elif any(asked):
-                draft = part.propose(asked)
-            else:  # a plain round should cost nothing; only draft models then read what they have not read
-                draft = self._nothing(len(lengths))
-            assert draft.values is not None
-            expected = [max(pair) for pair in zip(expected, map(sum, draft.values), strict=True)]
-            self._drafts[part] = draft
-        drafts = [self._drafts[part] for part in self.parts]
-        drafts = [draft for draft in drafts if draft.tokens.shape[1]]
-        self._union = Draft.union(*drafts, shape=self._shape) if drafts else self._nothing(len(lengths))
+                rows = calibration.nodes(self._proposed(part, asked), asked)
+            elif isinstance(part, Estimating):
+                rows = part.grow(asked)
+            else:
+                rows = nodes_of(self._proposed(part, asked))
+            pairs = zip(expected, rows, strict=True)
+            expected = [max(most, sum(node.value for node in nodes)) for most, nodes in pairs]
+            self._nodes[part] = rows
+        by_row = zip(*(self._nodes[part] for part in self.parts), strict=True)
+        self._union = [union_of(trees, self.drafting.tree) for trees in by_row]
         return self._union
 
-    def _nothing(self, rows: int) -> Draft:
-        """A draft without a token."""
-        return Draft.of_lists([[]] * rows, device=self._device, values=[[] for _ in range(rows)])
+    def _proposed(self, part: Drafter, lengths: Sequence[int]) -> Draft:
+        self._drafts[part] = part.propose(lengths)
+        return self._drafts[part]
 
     def commit(self, new: Committed) -> None:
         """Adds the committed tokens to all parts, and for each what the target has drawn after its own nodes."""
         for part in self.parts:
-            has_own = part.traits.needs_drawn and new.drawn is not None and self._union is not None
+            has_own = part.traits.needs_drawn and new.drawn is not None and part in self._drafts
             part.commit(dataclasses.replace(new, drawn=self._drawn_after(part, new.drawn or [])) if has_own else new)
         for calibration in self._calibrations.values():
             calibration.learn(new.tokens)
-        self._union = None
+        self._drafts = {}
 
     def _drawn_after(self, part: Drafter, drawn: list[list[int]]) -> list[list[int]]:
         """For each row the target's tokens after the root and after the nodes of a part."""
-        assert self._union is not None
         rows = []
-        for tokens, parents, own_tokens, own_parents, own in zip(
-            *self._union.lists, *self._drafts[part].lists, drawn, strict=True
-        ):
-            node_of = {pair: node for node, pair in enumerate(zip(parents, tokens, strict=True))}
+        for union, own_tokens, own_parents, own in zip(self._union, *self._drafts[part].lists, drawn, strict=True):
+            node_of = {(node.parent, node.token): number for number, node in enumerate(union)}
             nodes = [ABSENT]  # in the union, of the root and of the part's nodes; GONE for those that it does not have
             for token, parent in zip(own_tokens, own_parents, strict=True):
                 nodes.append(node_of.get((nodes[parent + 1], token), GONE) if token != ABSENT else GONE)
@@ -146,6 +148,14 @@ class Composite(Drafter):
         """See `Drafter`."""
         for part in self.parts:
             part.close()
+
+
+def nodes_of(draft: Draft) -> list[list[Node]]:
+    """The nodes of each row of a draft with values."""
+    assert draft.values is not None
+    sure = draft.values if draft.confidence is None else draft.confidence.tolist()
+    rows = zip(*draft.lists, draft.values, sure, strict=True)
+    return [list(map(Node, *(each[: len(row[2])] for each in row))) for row in rows]
 
 
 def traits_of_union(names: Sequence[str], traits: Sequence[Traits]) -> Traits:

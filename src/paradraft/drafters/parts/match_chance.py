@@ -25,7 +25,13 @@ def chance(matched: int, votes: int, of: int) -> float:
     return min(votes / of, 1.0 / (1.0 + math.exp(-odds)))
 
 
-def chain_values(count: int, matched: int, votes: int = 1) -> list[float]:
-    """The chances of the paths of a chain of `count` tokens after a match, if all votes agree at each."""
-    chances = (chance(matched + depth, votes, votes) for depth in range(count))
-    return list(itertools.accumulate(chances, operator.mul))
+@lru_cache(maxsize=2**12)
+def chain_chances(count: int, matched: int, votes: int = 1) -> tuple[float, ...]:
+    """The chances of `count` tokens after a match, if all votes agree at each."""
+    return tuple(chance(matched + depth, votes, votes) for depth in range(count))
+
+
+@lru_cache(maxsize=2**12)
+def most_expected(count: int, matched: int, votes: int) -> float:
+    """Accepted tokens of a chain of `count` tokens on average, at most: if all votes agree at each."""
+    return sum(itertools.accumulate(chain_chances(count, matched, votes), operator.mul))

@@ -15,6 +15,7 @@ class TextDrafter(Drafter):
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """See `Drafter`."""
+        super().start(drafting, device)
         self.device = device
         self.texts: list[list[int]] = []
         """The committed tokens of each row."""

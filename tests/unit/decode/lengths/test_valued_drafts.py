@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paradraft.core import Draft
+from paradraft.decode.lengths.round_costs import RoundCosts
 from paradraft.decode.lengths.valued_drafts import ValuedDrafts, most_worth
 from paradraft.ragged import from_lists
 from paradraft.tree import ABSENT, Tree
@@ -38,8 +39,31 @@ def test_the_cut_is_the_best_of_all() -> None:
             for counts in itertools.product(*(range(len(row) + 1) for row in values))
         ]
         assert rate == pytest.approx(max(rates))
-        own = [sum(itertools.compress(row, mask)) for row, mask in zip(values, kept, strict=True)]
-        assert (2 + sum(own)) / steps(2 + sum(map(sum, kept))) == pytest.approx(rate)
+        own = [sum(row[:count]) for row, count in zip(values, kept, strict=True)]
+        assert (2 + sum(own)) / steps(2 + sum(kept)) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_no_draft_pays_below_the_least_value(rows: int) -> None:
+    """Guards drafts that the drafter leaves out: none of them would have been verified; at it, one may be."""
+    chooser = random.Random(rows)
+    for _ in range(200):
+        sizes = sorted(chooser.sample((1, 2, 4, 7, 12, 20), chooser.randint(1, 5)))
+        costs, plain_s = RoundCosts(), 1.0
+        times_s = [plain_s, *(plain_s + chooser.random() * size for size in sizes)]
+        for size, seconds in zip([0, *sizes], sorted(times_s), strict=True):
+            costs.learn(
+                rows, [size] * bool(size), 8, draft_s=0.0, verify_s=seconds, other_s=0.1, unread=0, is_first=False,
+                is_usual=False,
+            )  # fmt: skip
+        least = rows * costs.least_more(rows)
+
+        def seconds_of(nodes: Sequence[int]) -> float:
+            return costs.pass_s(rows, [count for count in nodes if count])  # noqa: B023  # called at once
+
+        below, above = ([[least * share] * max(sizes)] + [[]] * (rows - 1) for share in (0.999, 1.001))
+        assert most_worth(below, seconds_of)[0] == [0] * rows
+        assert sum(most_worth(above, seconds_of)[0]) > 0
 
 
 class Run:
@@ -53,6 +77,8 @@ class Run:
         """How many times as long a round takes."""
         self.chooser = random.Random(0)
         self.kept: list[int] = []
+        self.least: list[float] = []
+        """The values below which the drafter grew nothing."""
         self.tokens, self.seconds, self.rounds, self.ideal = 0, 0.0, 0, 0.0
         policy.start(None, is_ragged=True)
         policy.join(requests([[1]]))
@@ -62,7 +88,9 @@ class Run:
         for index in range(rounds):
             values = list(drafts[index % len(drafts)])
             (k,) = self.policy.next()
-            values = values[:k]
+            least = self.policy.least_value
+            self.least.append(least)
+            values = [value for value in values[:k] if value >= least]
             draft = Draft.chain(torch.ones(1, len(values), dtype=torch.long))
             draft = self.policy.cut(Draft(tokens=draft.tokens, parents=draft.parents, values=[values]))
             nodes = draft.tokens.shape[1]
@@ -91,7 +119,7 @@ SURE, UNSURE = [0.95**depth for depth in range(1, 9)], [0.2, 0.05, 0.01, 0.01]
 def best(drafts: Sequence[Sequence[float]], target_s: Callable[[float], float]) -> float:
     """The speed of the best cuts of these drafts, in turn."""
     rates = [most_worth([draft], lambda nodes: target_s(1 + sum(nodes)))[0] for draft in drafts]
-    counts = [sum(map(sum, kept)) for kept in rates]
+    counts = [sum(kept) for kept in rates]
     tokens = sum(1 + sum(draft[:count]) for draft, count in zip(drafts, counts, strict=True))
     return tokens / sum(target_s(1 + count) for count in counts) * target_s(1)
 
@@ -111,6 +139,17 @@ def test_useless_drafts_cost_next_to_nothing() -> None:
     run = Run(ValuedDrafts(8), steps)
     run.run(600, [UNSURE])
     assert run.speed > 0.97 and sum(map(bool, run.kept)) < 30
+
+
+def test_drafters_need_not_grow_what_never_pays() -> None:
+    """Guards the drafter's time: where a token costs a quarter of a pass nothing below is asked for, except every 16th
+    round, in which a size that was never tried may be; where tokens are nearly free all values are."""
+    run, free = Run(ValuedDrafts(8), steps), Run(ValuedDrafts(8), flat)
+    for each in (run, free):
+        each.run(400, [SURE, UNSURE])
+    late = run.least[200:]
+    assert late.count(0.0) in (12, 13) and sum(least > 0.15 for least in late) > 0.9 * len(late)
+    assert max(late) < 0.4 and max(free.least[200:]) < 0.05
 
 
 def test_a_disturbed_first_pass_is_tried_again() -> None:
@@ -201,7 +240,7 @@ def test_rows_share_a_pass() -> None:
 def test_equal_values_keep_ancestors() -> None:
     """Guards the order: a parent comes before its child, and its row's others."""
     kept, _ = most_worth([[0.5, 0.5, 0.5]], lambda nodes: 1.0 + (0.3, 0.5, 0.6, 9.0)[sum(nodes)])
-    assert kept == [[True, True, False]]
+    assert kept == [2]
 
 
 def test_a_drafter_without_values_is_left_alone() -> None:
