@@ -5,9 +5,10 @@ Shape letters: B rows of a batch, N nodes of a draft, M committed tokens, V voca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -106,6 +107,7 @@ class Draft:
         confidence: `[B, N]` the drafter's largest probability at each node, if known.
         values: of each row and node, the estimated probability that the target accepts it and all above it, never above
             that of a node before it; the drafter's class `estimates` them, or None.
+        parts: of each row and node, the part of a union that gave it its value; None for drafters that are no unions.
         probes: prompt tokens that are read in the same pass; None without any.
 
     >>> Draft.chain(torch.tensor([[5, 6, 7]])).parents.tolist()
@@ -117,6 +119,7 @@ class Draft:
     probs: Tensor | None = None
     confidence: Tensor | None = None
     values: list[list[float]] | None = None
+    parts: list[list[int]] | None = None
     probes: Probes | None = None
 
     def __post_init__(self) -> None:
@@ -140,6 +143,7 @@ class Draft:
         *,
         confidence: Tensor | None = None,
         values: list[list[float]] | None = None,
+        parts: list[list[int]] | None = None,
     ) -> Draft:
         """A draft from the tokens of each row, whose lengths may differ, and their parents; None for chains.
 
@@ -155,7 +159,7 @@ class Draft:
             above = padded(parents)
             parents_BN = upload(above, device)
         tokens_BN = upload(filled, device).view(B, N)
-        draft = cls(tokens=tokens_BN, parents=parents_BN, confidence=confidence, values=values)
+        draft = cls(tokens=tokens_BN, parents=parents_BN, confidence=confidence, values=values, parts=parts)
         vars(draft)["lists"] = filled, above  # so that they need not be read back
         return draft
 
@@ -186,7 +190,7 @@ class Draft:
         )
 
     def first(self, counts: Sequence[int]) -> Draft:
-        """Keeps only the first nodes of each row, of a draft without `probs` and `probes`."""
+        """Keeps only the first nodes of each row, of a draft without `probs` and `probes`; `parts` is not kept."""
         assert self.probs is None and self.probes is None
         if not any(counts):
             return Draft.empty(len(counts), self.tokens.device)
@@ -281,6 +285,10 @@ class Committed:
         return states_BMD[torch.arange(len(last_B), device=last_B.device), last_B]
 
 
+EVEN: Mapping[int, float] = MappingProxyType({})
+"""The `odds` of chances that are taken as they are."""
+
+
 class Drafter:
     """Proposes drafts for the rows of a batch.
 
@@ -307,6 +315,8 @@ class Drafter:
     """Tokens, such as a mask, that no answer may contain."""
     least_value: float = 0.0
     """Least value of a node that may be verified in the round that is drafted next; nodes below need not be drafted."""
+    odds: Mapping[int, float] = EVEN
+    """By part of a union, or 0, a factor of the odds of the estimated chances in that round; 1 where it has none."""
     models: tuple[Any, ...] = ()
     """Its draft models, each a `paradraft.models.causal_lm.CausalLM`; not the target."""
 

@@ -219,7 +219,7 @@ class Batch:
         A tree with a budget changes its shape if it is drafted shallower, so it is drafted whole and trimmed later.
         """
         pairs = zip(self.lengths.next(), self.generations, strict=True)
-        self.drafter.least_value = self.lengths.least_value
+        self.drafter.least_value, self.drafter.odds = self.lengths.least_value, self.lengths.odds
         self._most = [min(length, generation.draftable) for length, generation in pairs]
         tree = self.drafting.tree
         is_grown = tree is not None and tree.budget is not None

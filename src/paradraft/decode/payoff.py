@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -228,6 +228,11 @@ class Compared:
     def least_value(self) -> float:
         """See `LengthPolicy`."""
         return self.policy.least_value
+
+    @property
+    def odds(self) -> Mapping[int, float]:
+        """See `LengthPolicy`."""
+        return self.policy.odds
 
     def next(self) -> list[int]:
         """See `LengthPolicy`; 0 in a trial."""

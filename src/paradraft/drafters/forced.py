@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paradraft.core import Committed, Drafting, Request
-from paradraft.drafters.parts.best_first import Estimating, Node, chain_of
+from paradraft.drafters.parts.best_first import Estimating, Node, at_odds, chain_of
 from paradraft.drafters.parts.text_drafter import TextDrafter
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -64,7 +64,10 @@ class ForcedDrafter(TextDrafter, Estimating):
             forced_tokens(request, text[len(request.tokens) - request.answered :], k, self.vocab_size) if k else []
             for request, text, k in rows
         ]
-        return [chain_of(tokens, chances(len(tokens), k)) for tokens, k in zip(drafts, lengths, strict=True)]
+        return [
+            chain_of(tokens, [at_odds(chance, self.factor) for chance in chances(len(tokens), k)])
+            for tokens, k in zip(drafts, lengths, strict=True)
+        ]
 
 
 def chances(count: int, most: int) -> list[float]:

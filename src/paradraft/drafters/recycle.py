@@ -109,9 +109,9 @@ class KnownPlaces:
             self._end = (*self._end, *tokens)[-2], tokens[-1]
             self._length += len(tokens)
 
-    def draft(self, k: int, tree: Tree | None, least_value: float = 0.0) -> list[Node]:
-        """The likeliest nodes, at most K deep."""
-        floor = max(self._config.floor, least_value)
+    def draft(self, k: int, tree: Tree | None, *, least_value: float = 0.0, factor: float = 1.0) -> list[Node]:
+        """The likeliest nodes, at most K deep; `factor` is that of the odds of their chances."""
+        floor, self._factor = max(self._config.floor, least_value), factor
         return grown(self._end, self._children, lambda pair, token: (pair[1], token), k=k, tree=tree, floor=floor)
 
     def _children(self, pair: Pair, depth: int) -> list[Child]:
@@ -133,7 +133,7 @@ class KnownPlaces:
         weights = [math.exp(score - largest) for score in scores]
         total = sum(weights)
         shares = (min(max(weight / total, UNSURE), 1.0 - UNSURE) for weight in weights)
-        chances = [1.0 / (1.0 + math.exp(-bias) * (share / (1.0 - share)) ** -slope) for share in shares]
+        chances = [1.0 / (1.0 + math.exp(-bias) / self._factor * (share / (1.0 - share)) ** -slope) for share in shares]
         pairs = zip(tokens, chances, strict=True)
         return sorted((child for child in pairs if child[0] != ABSENT), key=lambda child: -child[1])
 
@@ -161,8 +161,9 @@ class RecycleDrafter(Estimating):
 
     def grow(self, lengths: Sequence[int]) -> list[list[Node]]:
         """The drafts of `KnownPlaces.draft`."""
-        tree, least = self.drafting.tree, self.least_value
-        return [row.draft(k, tree, least) if k else [] for row, k in zip(self._rows, lengths, strict=True)]
+        settings = {"least_value": self.least_value, "factor": self.factor}
+        rows = zip(self._rows, lengths, strict=True)
+        return [row.draft(k, self.drafting.tree, **settings) if k else [] for row, k in rows]
 
     def commit(self, new: Committed) -> None:
         """Learns from the pass."""

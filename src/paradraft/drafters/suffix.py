@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paradraft.core import Committed, Drafting, Request
-from paradraft.drafters.parts.best_first import Child, Estimating, Node, chain_of, grown
+from paradraft.drafters.parts.best_first import Child, Estimating, Node, at_odds, chain_of, grown
 from paradraft.drafters.parts.corpus import Corpus, check_corpus, read_corpus
 from paradraft.drafters.parts.match_chance import chain_chances, chance, most_expected
 from paradraft.models.runtime import Runtime
@@ -98,11 +98,15 @@ class Text:
         return found
 
     def draft(
-        self, config: Config, k: int, tree: Tree | None, corpus: Corpus | None = None, *, least_value: float = 0.0
-    ) -> list[Node]:
+        self, config: Config, k: int, tree: Tree | None, corpus: Corpus | None = None, *, least_value: float = 0.0,
+        factor: float = 1.0,
+    ) -> list[Node]:  # fmt: skip
         """The nodes of the draft that is expected to have most accepted tokens, at most K deep.
 
         The text and the corpus count apart; of equally good drafts that of the text is taken.
+
+        Args:
+            factor: of the odds of chances.
         """
         floor = max(config.floor, least_value)
         sources: list[tuple[Sequence[int], list[tuple[int, int]]]] = [
@@ -114,18 +118,18 @@ class Text:
         for tokens, matches in sources:
             for least in sorted({length for _, length in matches}, reverse=True)[:TRIED]:
                 # Of the nodes at a depth one is accepted at most, and shorter matches have smaller chances.
-                if chance(least, len(matches), len(matches)) < floor:
+                if at_odds(chance(least, len(matches), len(matches)), factor) < floor:
                     break
-                if best and most_expected(k, least, len(matches)) <= expected(best):
+                if best and most_expected(k, least, len(matches), factor) <= expected(best):
                     break
                 places = [place for place, length in matches if length >= least]
-                nodes = self._likeliest(tokens, places, least, k, floor, tree)
+                nodes = self._likeliest(tokens, places, least, k, floor, tree, factor)
                 best = max(best, nodes, key=expected)
         return best
 
     @staticmethod
     def _likeliest(
-        tokens: Sequence[int], places: list[int], least: int, k: int, floor: float, tree: Tree | None
+        tokens: Sequence[int], places: list[int], least: int, k: int, floor: float, tree: Tree | None, factor: float
     ) -> list[Node]:
         """The continuations from places that match over `least` tokens: the likeliest chain, or nodes of a tree."""
 
@@ -133,12 +137,13 @@ class Text:
             most = k if tree is None else min(k, tree.nodes)
             following = tokens[places[0] : places[0] + most]
             following = list(itertools.takewhile(lambda token: token != ABSENT, following))
-            nodes = chain_of(following, chain_chances(len(following), least))
+            nodes = chain_of(following, chain_chances(len(following), least, factor=factor))
             return list(itertools.takewhile(lambda node: node.value >= floor, nodes))
 
         def children(places: list[int], depth: int) -> list[Child]:
             counts = Counter(tokens[place] for place in places)
-            return [(token, chance(least + depth, votes, len(places))) for token, votes in counts.most_common()]
+            shares = [(token, chance(least + depth, votes, len(places))) for token, votes in counts.most_common()]
+            return [(token, at_odds(share, factor)) for token, share in shares]
 
         def after(places: list[int], token: int) -> list[int]:
             return inside([place + 1 for place in places if tokens[place] == token])
@@ -177,9 +182,11 @@ class SuffixDrafter(Estimating):
 
     def grow(self, lengths: Sequence[int]) -> list[list[Node]]:
         """The trees of `Text.draft`; rows without a match draft nothing."""
-        tree, least = self.drafting.tree, self.least_value
-        asked = zip(self._texts, lengths, strict=True)
-        return [text.draft(self.config, k, tree, self.corpus, least_value=least) if k else [] for text, k in asked]
+        settings = {"least_value": self.least_value, "factor": self.factor}
+        return [
+            text.draft(self.config, k, self.drafting.tree, self.corpus, **settings) if k else []
+            for text, k in zip(self._texts, lengths, strict=True)
+        ]
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> SuffixDrafter:

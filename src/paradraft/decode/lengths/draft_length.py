@@ -8,12 +8,12 @@ depending on its own tokens would bias the text.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from paradraft.core import Draft, Request
+from paradraft.core import EVEN, Draft, Request
 from paradraft.decode.lengths.expected_length import Expected
 from paradraft.decode.lengths.valued_drafts import ValuedDrafts
 from paradraft.decode.stats import RoundOutput
@@ -35,6 +35,10 @@ class LengthPolicy(Protocol):
     @property
     def least_value(self) -> float:
         """Least value of a node that it may verify in the round for which it was asked last."""
+
+    @property
+    def odds(self) -> Mapping[int, float]:
+        """See `Drafter.odds`."""
 
     def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
         """Begins with an empty batch; learnt statistics may stay.
@@ -67,6 +71,7 @@ class Fixed:
     wants_confidence = False
     runs_plain = False
     least_value = 0.0
+    odds = EVEN
 
     def __init__(self, k: int) -> None:
         self.k = k

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paradraft.core import Draft, Request
+from paradraft.core import EVEN, Draft, Request
 from paradraft.decode.lengths.acceptance_shares import AcceptanceShares
 from paradraft.decode.lengths.round_costs import RoundCosts
 from paradraft.decode.stats import RoundOutput
@@ -53,6 +53,7 @@ class Expected:
     wants_confidence = False
     runs_plain = True
     least_value = 0.0
+    odds = EVEN
 
     GAIN = 1.05
     """Speedup over plain decoding at which drafting begins; above 1 because times and shares are uncertain."""

@@ -6,12 +6,13 @@ chance of each node (`Draft.values`) knows more: it may be sure of eight tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from paradraft.core import Draft, Request
 from paradraft.decode.lengths.round_costs import RoundCosts
+from paradraft.decode.lengths.trust import Trust
 from paradraft.decode.stats import RoundOutput
 from paradraft.tree import Tree
 
@@ -86,8 +87,8 @@ class LossGuard:
 class ValuedDrafts:
     """Cuts each draft to the nodes that are worth their time.
 
-    Times of passes are interpolated between measured sizes, and sizes are at most doubled at a time. Values are scaled
-    by the share of their sum that was accepted lately. A `LossGuard` pauses drafts that lose time all the same.
+    Times of passes are interpolated between measured sizes, and sizes are at most doubled at a time. Drafters correct
+    their chances by what came true (`Trust`). A `LossGuard` pauses drafts that lose time all the same.
 
     Exploration: where the measurements of another size may have been unlucky, it is tried, as long as the time that the
     trials lose stays within `EXPLORE` of all time. After `PLAIN_AFTER` rounds without a plain one, two are run, to
@@ -105,8 +106,6 @@ class ValuedDrafts:
     """Rounds between two in which drafters grow nodes of any value, so that sizes that were never tried may be."""
     FIRST = 4
     """Most tokens of the first pass with drafts, as a multiple of the rows."""
-    MEMORY, PRIOR = 0.98, 6.0
-    """Decay per round of the accepted tokens and the values that are compared; weight of trust in the values."""
     MOST_LOST = 2.0
     """Most plain rounds that a round is said to have lost: it may have been disturbed."""
     PLAIN_AFTER = 128
@@ -116,14 +115,17 @@ class ValuedDrafts:
         self.k = k
         self._costs = RoundCosts()
         self._guard = LossGuard()
-        self._accepted = self._valued = self._lost_s = 0.0
+        self._trust = Trust()
+        self._draft: Draft | None = None
+        """The draft of this round, before it was cut."""
+        self._lost_s = 0.0
         self._rows = self._since_plain = self._plain_left = 0
         self._trials = self._since_trial = 0
         self._is_trial = False
         self._number = 0
         """Of the round."""
-        self._rate = self._value = 0.0
-        """Expected tokens per second of the best cut of this round; the values of the nodes that it verifies."""
+        self._rate = self._expected = 0.0
+        """Expected tokens per second of the best cut of this round; expected tokens of the cut that was made."""
 
     def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
         """Drops all rows; keeps the measured times."""
@@ -140,7 +142,7 @@ class ValuedDrafts:
 
     def next(self) -> list[int]:
         """K for every row, or 0 to measure plain rounds and while drafts lose time."""
-        self._is_trial, self._value, self._number = False, 0.0, self._number + 1
+        self._is_trial, self._draft, self._number = False, None, self._number + 1
         if self._since_plain >= self.PLAIN_AFTER:
             self._plain_left = 2
         is_plain = self._plain_left or self._guard.is_paused or not self._costs.knows_plain(self._rows)
@@ -151,13 +153,12 @@ class ValuedDrafts:
         """The value below which no first node pays, and so no other: see `most_worth`."""
         if self._number % self.UNBOUNDED == 0 or not self._costs.knows_plain(self._rows):
             return 0.0
-        more = self._costs.least_more(self._rows, hopeful=self._may_try)
-        return self._rows * more / self._trust
+        return self._rows * self._costs.least_more(self._rows, hopeful=self._may_try)
 
     @property
-    def _trust(self) -> float:
-        """The accepted tokens as a share of their values' sum."""
-        return (self._accepted + self.PRIOR) / (self._valued + self.PRIOR)
+    def odds(self) -> Mapping[int, float]:
+        """Those of `Trust`."""
+        return self._trust.odds
 
     @property
     def _may_try(self) -> bool:
@@ -171,16 +172,15 @@ class ValuedDrafts:
         """Removes the nodes that are not worth their time."""
         if not draft.tokens.shape[1] or draft.values is None:
             return draft
-        trust = self._trust
-        values = [[min(trust * value, 1.0) for value in row] for row in draft.values]
+        self._draft, values = draft, draft.values
         fewest = (self.FIRST - 1) * self._rows
         most = max(fewest, int(2 * self._costs.largest) - self._rows)
         counts, self._rate = most_worth(values, self._seconds, most=most)
         if self._may_try:
             tried, _ = most_worth(values, self._hopeful_s, most=most if self._lost_s <= 0.0 else fewest)
             self._is_trial, counts = tried != counts, tried
-        self._value = sum(sum(row[:count]) for row, count in zip(draft.values, counts, strict=True))
-        return draft if counts == list(map(len, draft.values)) else draft.first(counts)
+        self._expected = self._rows + sum(sum(row[:count]) for row, count in zip(values, counts, strict=True))
+        return draft if counts == list(map(len, values)) else draft.first(counts)
 
     def _seconds(self, nodes: Sequence[int]) -> float:
         return self._costs.pass_s(self._rows, [count for count in nodes if count])
@@ -191,7 +191,6 @@ class ValuedDrafts:
     def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
         """Learns the time of the round, and how far the values can be trusted."""
         nodes, tokens = [count for count in output.nodes if count], sum(map(len, output.tokens))
-        is_drafted = bool(nodes) or self._value > 0.0
         self._since_plain = self._since_plain + 1 if nodes else 0
         self._plain_left = max(self._plain_left - 1, 0)
         self._guard.pass_round()
@@ -199,20 +198,21 @@ class ValuedDrafts:
             self._rows, nodes, self.k, draft_s=draft_s, verify_s=verify_s, other_s=other_s, unread=0, is_first=False,
             is_usual=not self._is_trial,
         )  # fmt: skip
-        self._accepted = self.MEMORY * self._accepted + sum(output.accepted)
-        self._valued = self.MEMORY * self._valued + self._value
+        if self._draft is not None:
+            self._trust.learn(self._draft, output.tokens)
         seconds = self._costs.of_usual(verify_s + other_s)
         if not self._costs.knows_plain(self._rows):
             return
         plain_s = self._costs.pass_s(self._rows, [])
-        if is_drafted or draft_s:
+        if nodes or draft_s:
             worth = tokens / max(sum(map(bool, output.tokens)), 1)
             saved_s = worth * plain_s - seconds - self._costs.of_usual(draft_s)
             self._guard.saved(max(saved_s, -self.MOST_LOST * plain_s), plain_s)
         self._since_trial += 1
         if self._is_trial:
             self._trials, self._since_trial = self._trials + 1, 0
-            lost_s = min(seconds - tokens / self._rate, self.MOST_LOST * plain_s)
+            # The tokens of a single round are mostly luck, so those that were expected count.
+            lost_s = min(seconds - self._expected / self._rate, self.MOST_LOST * plain_s)
             self._lost_s = max(self._lost_s + lost_s, 0.0)
         else:
             self._lost_s = max(self._lost_s - self.EXPLORE * seconds, 0.0)

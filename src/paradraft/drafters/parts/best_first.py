@@ -21,12 +21,14 @@ class Node(NamedTuple):
         parent: index of its parent, -1 for the last committed token.
         value: estimated probability of the path to it.
         sure: chance of the likeliest token at its place.
+        part: of a union, that gave it its value.
     """
 
     token: int
     parent: int
     value: float
     sure: float
+    part: int = 0
 
 
 class Estimating(Drafter):
@@ -62,7 +64,13 @@ class Estimating(Drafter):
             self.device,
             confidence=confidence,
             values=[[node.value for node in nodes] for nodes in rows],
+            parts=[[node.part for node in nodes] for nodes in rows],
         )
+
+    @property
+    def factor(self) -> float:
+        """That of the odds of its chances; of a drafter that is no union."""
+        return self.odds.get(0, 1.0)
 
 
 Place = TypeVar("Place")
@@ -70,11 +78,20 @@ Child = tuple[int, float]
 """A token and the chance that it comes next."""
 
 
+def at_odds(chance: float, factor: float) -> float:
+    """A chance whose odds are this multiple.
+
+    >>> at_odds(0.5, 3.0)
+    0.75
+    """
+    return chance * factor / (1.0 - chance + chance * factor)
+
+
 def chain_of(tokens: Sequence[int], chances: Sequence[float]) -> list[Node]:
     """The nodes of a chain, from the chance of each token after those before it.
 
     >>> chain_of([5, 6], [0.5, 0.5])[1]
-    Node(token=6, parent=0, value=0.25, sure=0.5)
+    Node(token=6, parent=0, value=0.25, sure=0.5, part=0)
     """
     values = itertools.accumulate(chances, operator.mul)
     return list(map(Node, tokens, itertools.count(ABSENT), values, chances))

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from paradraft.core import Draft
-from paradraft.drafters.parts.best_first import Node
+from paradraft.drafters.parts.best_first import Node, at_odds
 from paradraft.parents import depths_of_row
 from paradraft.tree import ABSENT
 
@@ -33,7 +33,7 @@ class RowCalibration:
 
     >>> row = RowCalibration()
     >>> for _ in range(50):
-    ...     nodes = row.nodes([5, 6], [-1, 0], [0.95, 0.95], 2)
+    ...     nodes = row.nodes([5, 6], [-1, 0], [0.95, 0.95], 2, 1.0)
     ...     row.learn([5, 7])
     >>> round(row.accepted, 1), [round(node.value, 1) for node in nodes]
     (1.0, [0.5, 0.3])
@@ -57,9 +57,14 @@ class RowCalibration:
         return tokens / drafts
 
     def nodes(
-        self, tokens: Sequence[int], parents: Sequence[int], confidences: Sequence[float], most: int
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        confidences: Sequence[float],
+        most: int,
+        factor: float,
     ) -> list[Node]:
-        """The nodes of a draft down to a depth, with their chances; remembers them."""
+        """The nodes of a draft down to a depth, with their chances; remembers them. `factor` is that of their odds."""
         self._children = defaultdict(list)
         nodes, new = list[Node](), {ABSENT: ABSENT}
         rows = zip(tokens, parents, confidences, depths_of_row(tokens, parents), strict=True)
@@ -67,7 +72,8 @@ class RowCalibration:
             if token == ABSENT or depth > most or parent not in new:
                 continue
             index, above = min(int(sure * BINS), BINS - 1), new[parent]
-            value = (nodes[above].value if above >= 0 else 1.0) * self._was[index] / self._could[index]
+            chance = at_odds(self._was[index] / self._could[index], factor)
+            value = (nodes[above].value if above >= 0 else 1.0) * chance
             new[node] = len(nodes)
             self._children[above].append((token, new[node], index))
             nodes.append(Node(token, above, value, sure))
@@ -129,12 +135,12 @@ class Calibration:
             asked.append(0 if is_left_out else min(k, most))
         return asked
 
-    def nodes(self, draft: Draft, lengths: Sequence[int]) -> list[list[Node]]:
-        """The nodes of each row of a draft, no deeper than was asked for; remembers them."""
+    def nodes(self, draft: Draft, lengths: Sequence[int], factor: float) -> list[list[Node]]:
+        """The nodes of each row of a draft, no deeper than was asked for; see `RowCalibration.nodes`."""
         unknown = [[UNKNOWN] * draft.tokens.shape[1]] * len(lengths)
         sure = unknown if draft.confidence is None else draft.confidence.tolist()
         rows = zip(self._rows, *draft.lists, sure, lengths, strict=True)
-        return [row.nodes(*drafted) for row, *drafted in rows]
+        return [row.nodes(tokens, parents, own, most, factor) for row, tokens, parents, own, most in rows]
 
     def learn(self, committed: Sequence[Sequence[int]]) -> None:
         """Adds the committed tokens of a round."""

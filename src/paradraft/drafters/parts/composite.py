@@ -87,11 +87,11 @@ class Composite(Estimating):
         if not any(lengths) and not self._calibrations:
             return [[] for _ in lengths]
         for part in self._in_turn:
-            part.least_value = self.least_value
+            part.least_value, part.odds = self.least_value, {0: self.odds.get(self.parts.index(part), 1.0)}
             asked = lengths if part.max_k is None else [min(length, part.max_k) for length in lengths]
             if (calibration := self._calibrations.get(part)) is not None:  # in plain rounds too it reads the text
                 asked = calibration.lengths(asked, expected)
-                rows = calibration.nodes(self._proposed(part, asked), asked)
+                rows = calibration.nodes(self._proposed(part, asked), asked, part.odds[0])
             elif isinstance(part, Estimating):
                 rows = part.grow(asked)
             else:

@@ -7,6 +7,8 @@ import math
 import operator
 from functools import lru_cache
 
+from paradraft.drafters.parts.best_first import at_odds
+
 BIAS, BY_LENGTH, BY_SHARE = -1.62, 1.2, 0.84
 """Weights of `chance`, fitted to 30,000 drafted tokens in recorded answers of three models. Temperature and the number
 of votes add nothing."""
@@ -26,12 +28,12 @@ def chance(matched: int, votes: int, of: int) -> float:
 
 
 @lru_cache(maxsize=2**12)
-def chain_chances(count: int, matched: int, votes: int = 1) -> tuple[float, ...]:
-    """The chances of `count` tokens after a match, if all votes agree at each."""
-    return tuple(chance(matched + depth, votes, votes) for depth in range(count))
+def chain_chances(count: int, matched: int, votes: int = 1, factor: float = 1.0) -> tuple[float, ...]:
+    """The chances of `count` tokens after a match, if all votes agree at each; `factor` is that of their odds."""
+    return tuple(at_odds(chance(matched + depth, votes, votes), factor) for depth in range(count))
 
 
 @lru_cache(maxsize=2**12)
-def most_expected(count: int, matched: int, votes: int) -> float:
+def most_expected(count: int, matched: int, votes: int, factor: float) -> float:
     """Accepted tokens of a chain of `count` tokens on average, at most: if all votes agree at each."""
-    return sum(itertools.accumulate(chain_chances(count, matched, votes), operator.mul))
+    return sum(itertools.accumulate(chain_chances(count, matched, votes, factor), operator.mul))

@@ -13,7 +13,7 @@ def union_of(trees: Sequence[Sequence[Node]], shape: Tree | None = None) -> list
     """Merges trees so that equal siblings are one node, with the largest value and confidence that it has in any tree.
 
     Args:
-        trees: parents come before their children, whose values are not larger.
+        trees: of the parts in turn; parents come before their children, whose values are not larger.
         shape: of the union; see `shaped`.
 
     Worked example: the chains 5, 6, 7 and 5, 8, 9 share their first node.
@@ -23,19 +23,21 @@ def union_of(trees: Sequence[Sequence[Node]], shape: Tree | None = None) -> list
 
     >>> chains = [[Node(5, -1, 0.9, 0.9), Node(6, 0, 0.4, 0.5)], [Node(5, -1, 0.8, 0.8), Node(8, 0, 0.7, 0.9)]]
     >>> [tuple(node) for node in union_of(chains)]
-    [(5, -1, 0.9, 0.9), (8, 0, 0.7, 0.9), (6, 0, 0.4, 0.5)]
+    [(5, -1, 0.9, 0.9, 0), (8, 0, 0.7, 0.9, 1), (6, 0, 0.4, 0.5, 0)]
     """
     found = list[Node]()
     known: dict[tuple[int, int], int] = {}
-    for tree in trees:
+    for part, tree in enumerate(trees):
         in_union = list[int]()
-        for token, parent, value, sure in tree:
+        for token, parent, value, sure, _ in tree:
             after = in_union[parent] if parent >= 0 else ABSENT
             node = known.setdefault((after, token), len(found))
             if node == len(found):
-                found.append(Node(token, after, value, sure))
+                found.append(Node(token, after, value, sure, part))
             else:
-                found[node] = Node(token, after, max(value, found[node].value), max(sure, found[node].sure))
+                of_part = part if value > found[node].value else found[node].part
+                surest = max(sure, found[node].sure)
+                found[node] = Node(token, after, max(value, found[node].value), surest, of_part)
             in_union.append(node)
     return shaped(found, shape)
 

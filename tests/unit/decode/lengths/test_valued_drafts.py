@@ -12,6 +12,7 @@ import torch
 from paradraft.core import Draft
 from paradraft.decode.lengths.round_costs import RoundCosts
 from paradraft.decode.lengths.valued_drafts import ValuedDrafts, most_worth
+from paradraft.drafters.parts.best_first import at_odds, chain_of
 from paradraft.ragged import from_lists
 from paradraft.tree import ABSENT, Tree
 from tests.support.decoding import requests, round_of
@@ -86,23 +87,21 @@ class Run:
     def run(self, rounds: int, drafts: Sequence[Sequence[float]], right: float = 1.0) -> None:
         """Rounds with drafts of these values in turn, of which the share `right` is accepted as estimated."""
         for index in range(rounds):
-            values = list(drafts[index % len(drafts)])
             (k,) = self.policy.next()
-            least = self.policy.least_value
+            chances = [now / before for before, now in itertools.pairwise([1.0, *drafts[index % len(drafts)]])][:k]
+            factor, least = self.policy.odds.get(0, 1.0), self.policy.least_value
             self.least.append(least)
-            values = [value for value in values[:k] if value >= least]
-            draft = Draft.chain(torch.ones(1, len(values), dtype=torch.long))
-            draft = self.policy.cut(Draft(tokens=draft.tokens, parents=draft.parents, values=[values]))
-            nodes = draft.tokens.shape[1]
-            accepted, before = 0, 1.0
-            for value in values[:nodes]:
-                if self.chooser.random() * before >= value * right:
-                    break
-                accepted, before = accepted + 1, value
+            nodes_of_draft = chain_of([1] * len(chances), [at_odds(chance, factor) for chance in chances])
+            values = [node.value for node in nodes_of_draft if node.value >= least]
+            nodes = self.policy.cut(Draft.of_lists([[1] * len(values)], values=[values])).tokens.shape[1]
+            come_true = itertools.takewhile(lambda chance: self.chooser.random() < chance * right, chances)
+            accepted = min(reached := len(list(come_true)), nodes)
+            output = round_of([accepted], [nodes])
+            output.tokens[0][-1] = int(reached > nodes)  # the target's token is the next of the draft, or another
             seconds = self.target_s(1 + nodes)
             self.rounds += 1
             slow = 10.0 if self.rounds in self.disturbed else self.slow(self.rounds)
-            self.policy.observe(round_of([accepted], [nodes]), draft_s=0.0, verify_s=slow * seconds, other_s=0.0)
+            self.policy.observe(output, draft_s=0.0, verify_s=slow * seconds, other_s=0.0)
             self.kept.append(nodes)
             self.tokens += 1 + accepted
             self.seconds += seconds
@@ -143,12 +142,12 @@ def test_useless_drafts_cost_next_to_nothing() -> None:
 
 def test_drafters_need_not_grow_what_never_pays() -> None:
     """Guards the drafter's time: where a token costs a quarter of a pass nothing below is asked for, except every 16th
-    round, in which a size that was never tried may be; where tokens are nearly free all values are."""
+    round, in which a size that was never tried may be, and in trials; where tokens are nearly free all values are."""
     run, free = Run(ValuedDrafts(8), steps), Run(ValuedDrafts(8), flat)
     for each in (run, free):
         each.run(400, [SURE, UNSURE])
     late = run.least[200:]
-    assert late.count(0.0) in (12, 13) and sum(least > 0.15 for least in late) > 0.9 * len(late)
+    assert late.count(0.0) in (12, 13) and sum(least > 0.15 for least in late) > 0.8 * len(late)
     assert max(late) < 0.4 and max(free.least[200:]) < 0.05
 
 
