@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
+from paradraft.drafters import PLUS
 from paradraft.engine.speculation import AUTO, Speculation
 from paradraft.formats.gguf import is_gguf
 from paradraft.formats.head import is_head, kind_of
 from paradraft.formats.pard import declared_mask_id
 from paradraft.models.names import POCKET, is_shape
 from paradraft.sources.loading import config_of, locate
+from paradraft.sources.recorded import bytes_on_disk, recorded_for
 
-WITHOUT_MODEL = "suffix"
+FROM_TEXT = "suffix"
 """The drafter that needs nothing beside the target, and costs hardly anything where it drafts nothing."""
+FROM_PASSES = "recycle"
+"""The drafter that learns from the target's passes. It takes 0.2 to 0.4 ms a round, …"""
+LARGE = 2**28
+"""… too much for the passes of a target whose weights have less than this number of bytes. …"""
+FAST = "AVX512"
+"""… Its tokens are less likely than those from the text, so it pays on CPUs where a few drafted tokens are nearly free:
+with these instructions five tokens take 1.07 times as long as one, with AVX2 2.5 times."""
 FORCED = "forced"
 """The drafter that drafts what a request's grammar leaves no choice about."""
 SHIPPED = "pard"
@@ -37,9 +48,27 @@ def automatic(target: str, speculation: Speculation, *, has_grammars: bool = Fal
     elif target == POCKET:
         drafter, why = SHIPPED, "is shipped with the pocket family"
     else:
-        why = "needs no draft model, and drafts where that pays"
-        drafter = f"{FORCED}+{WITHOUT_MODEL}" if has_grammars else WITHOUT_MODEL
+        drafter, table = without_model(target)
+        drafter = f"{FORCED}{PLUS}{drafter}" if has_grammars else drafter
+        why = f"needs no draft model{', has a recorded table' * (table is not None)}, and drafts where that pays"
     return replace(speculation, drafter=drafter, reason=f"drafter {drafter}: it {why}")
+
+
+def without_model(target: str) -> tuple[str, str | None]:
+    """The drafter for a target without a draft model, and the recorded table that it has."""
+    if (table := recorded_for(target)) is not None:
+        return both(table), table
+    is_worth_it = torch.backends.cpu.get_cpu_capability() == FAST and bytes_on_disk(target) >= LARGE
+    return both(None) if is_worth_it else FROM_TEXT, None
+
+
+def both(table: str | None) -> str:
+    """The drafter that drafts from the text and from the target's passes.
+
+    Args:
+        table: see `paradraft.sources.recorded.table_file`; None for none.
+    """
+    return f"{FROM_TEXT}{PLUS}{FROM_PASSES}{'' if table is None else f':table={table}'}"
 
 
 def drafter_of(draft: str) -> str:

@@ -9,21 +9,34 @@ from huggingface_hub import try_to_load_from_cache
 
 from paradraft.digests import target_digest
 from paradraft.models.forward.cpu.build import cache_folder, is_private
+from paradraft.models.names import is_shape
 from paradraft.sources.loading import locate
 
 DIGITS = 16
 """Length of the digest that names a table."""
 
 
+def path_of(target: str) -> Path | None:
+    """The file or folder of a model; None for a shape, and for a model that is not on this machine."""
+    if is_shape(located := locate(target, "target")):
+        return None
+    if (path := Path(located)).exists():
+        return path
+    config = try_to_load_from_cache(located, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def bytes_on_disk(target: str) -> int:
+    """Size of a model's weights; 0 for a model without a path, see `path_of`."""
+    if (path := path_of(target)) is None:
+        return 0
+    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.bin")]
+    return sum(file.stat().st_size for file in files)
+
+
 def table_name(target: str) -> str | None:
-    """The name of a model's table; None for a model that is not on this machine."""
-    path = Path(located := locate(target, "target"))
-    if not path.exists():
-        config = try_to_load_from_cache(located, "config.json")
-        if not isinstance(config, str):
-            return None
-        path = Path(config).parent
-    return target_digest(path)[:DIGITS]
+    """The name of a model's table; None for a model without a path, see `path_of`."""
+    return None if (path := path_of(target)) is None else target_digest(path)[:DIGITS]
 
 
 def table_file(name: str) -> Path:
@@ -41,6 +54,7 @@ def table_file(name: str) -> Path:
 
 def recorded_for(target: str) -> str | None:
     """The name of the table in the cache for a model; None without one, or where others can write into it."""
-    if cache_folder() is None or (name := table_name(target)) is None:
+    folder = cache_folder()
+    if folder is None or not any(folder.glob("recorded-*")) or (name := table_name(target)) is None:
         return None
     return name if is_private(table_file(name)) else None

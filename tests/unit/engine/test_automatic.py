@@ -6,17 +6,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from paradraft import load
 from paradraft.cli import main
 from paradraft.cli.commands.bench import BenchArgs
 from paradraft.drafters import drafter_class
-from paradraft.engine.automatic import automatic, drafter_of
+from paradraft.engine.automatic import LARGE, automatic, drafter_of
 from paradraft.engine.engine import Engine
 from paradraft.engine.speculation import Speculation
+from paradraft.formats.likely_table import LikelyCounts
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY
 from paradraft.sources.loading import pocket_folder
+from paradraft.sources.recorded import table_file, table_name
 from paradraft.tree import Tree
 
 AUTO = Speculation(drafter="auto")
@@ -45,6 +48,51 @@ def test_without_a_draft_it_needs_no_model(family: Path) -> None:
     assert served.drafter == "forced+suffix" and drafter_class(served.drafter).traits.estimates
     assert automatic("pocket", AUTO).drafter == "pard"
     assert drafter_of("shape:llama-3.2-1b") == "autoregressive"
+
+
+def sized(folder: Path, number: int) -> Path:
+    """A model folder whose weights are a file of this many bytes, which takes no room."""
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(number)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("size", "cpu", "drafter"),
+    [(LARGE - 1, "AVX512", "suffix"), (LARGE, "AVX512", "suffix+recycle"), (LARGE, "AVX2", "suffix")],
+)
+def test_a_large_target_drafts_from_its_passes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, cpu: str, drafter: str
+) -> None:
+    """Guards small models, whose passes are too short for a drafter in Python that learns from each, and CPUs on which
+    every drafted token costs."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
+    folder = str(sized(tmp_path / "model", size))
+    assert automatic(folder, AUTO).drafter == drafter
+    assert automatic(folder, AUTO, has_grammars=True).drafter == f"forced+{drafter}"
+
+
+def test_a_recorded_table_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the user who has recorded one, also for a small model; one of another model is not taken."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    first, second = sized(tmp_path / "first", 9), sized(tmp_path / "second", 10)
+    name = table_name(str(first))
+    assert name is not None
+    file = table_file(name)
+    file.parent.mkdir(parents=True, mode=0o700)
+    LikelyCounts(most=2).table({"answers": "1"}).write(file)
+    chosen = automatic(str(first), AUTO)
+    assert chosen.drafter == f"suffix+recycle:table={name}" and "a recorded table" in str(chosen.reason)
+    assert automatic(str(second), AUTO).drafter == "suffix"
+    file.chmod(0o666)
+    assert automatic(str(first), AUTO).drafter == "suffix", "others may have written it"
+
+
+def test_a_shape_drafts_from_the_text() -> None:
+    """Guards targets without a file, which have no size and no digest."""
+    assert automatic("shape:llama-3.2-1b", AUTO).drafter == "suffix"
 
 
 def test_it_drafts_in_exact_passes_and_says_so(family: Path) -> None:

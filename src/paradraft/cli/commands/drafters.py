@@ -16,7 +16,7 @@ from paradraft.cli.json_output import JsonOutput, json_option
 from paradraft.cli.options import Offer, option, with_options
 from paradraft.cli.terminal import console, news
 from paradraft.cli.values import use_threads
-from paradraft.drafters import PLUS, drafter_names, takes_draft, traits_of
+from paradraft.drafters import drafter_names, takes_draft, traits_of
 from paradraft.engine.speculation import AUTO, Speculation
 from paradraft.files import check_outputs
 from paradraft.models.names import is_shape, short_name
@@ -96,14 +96,12 @@ def drafters(*, args: DraftersArgs) -> None:
 def measured_methods(target: str, speculation: Speculation) -> list[str]:
     """Plain decoding, what "auto" takes, and the drafters that need nothing beside the target, with its table if it has
     one."""
-    from paradraft.engine.automatic import automatic
+    from paradraft.engine.automatic import automatic, both
     from paradraft.sources.recorded import recorded_for
 
     free = [name for name in drafter_names() if traits_of(name).estimates and not traits_of(name).needs_grammar]
     chosen = [automatic(target, Speculation(drafter=AUTO, draft=draft)).drafter for draft in (speculation.draft, None)]
-    table = recorded_for(target)
-    both = [f"suffix{PLUS}recycle{'' if table is None else f':table={table}'}"]
-    return list(dict.fromkeys(["ar", *chosen, *free, *both]))
+    return list(dict.fromkeys(["ar", *chosen, *free, both(recorded_for(target))]))
 
 
 def not_measured(methods: Collection[str]) -> dict[str, list[str]]:

@@ -63,6 +63,7 @@ def record(*, args: RecordArgs) -> None:
     with importing():
         from paradraft.data.record import RecordProgress
         from paradraft.data.record import record as recorded
+        from paradraft.engine.automatic import both
         from paradraft.engine.loader import load_engine
         from paradraft.formats.likely_table import read_table
 
@@ -91,7 +92,7 @@ def record(*, args: RecordArgs) -> None:
             write=write, report=tell,
         )  # fmt: skip
     print(f"{number_of(len(table.keys), 'key')} of {table.facts['answers']} answers are in {file}")
-    print(f"draft with it by --drafter suffix+recycle:table={file if args.out else name}")
+    print(f"draft with it by --drafter {both(str(file) if args.out else name)}")
     if args.out is None:
         print(f"paradraft drafters {args.target} measures whether that pays here")
 
