@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -125,7 +124,9 @@ class Draft:
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 2 and self.tokens.shape == self.parents.shape
         assert self.probs is None or self.probs.shape[:2] == self.tokens.shape
-        assert self.values is None or len(self.values) == len(self.tokens)
+        assert self.values is None or (
+            len(self.values) == len(self.tokens) and self.probs is None and self.probes is None
+        )
         assert self.confidence is None or self.confidence.shape == self.tokens.shape
 
     @classmethod
@@ -152,7 +153,7 @@ class Draft:
         ([[5, 6], [7, -1]], [[-1, 0], [-1, 0]], [[5, 6], [7, -1]])
         """
         filled = padded(tokens)
-        B, N = len(filled), len(filled[0])
+        B, N = len(filled), max(map(len, filled), default=0)
         if parents is None or all(parent == node - 1 for row in parents for node, parent in enumerate(row)):
             above, parents_BN = [list(range(-1, N - 1))] * B, parents_of_chains(B, N, device)  # their passes are faster
         else:
@@ -204,10 +205,7 @@ class Draft:
     def empty(cls, batch_size: int, device: torch.device) -> Draft:
         """A draft without tokens: plain decoding; read-only: all callers share it."""
         nothing: list[list[int]] = [[] for _ in range(batch_size)]
-        tokens = torch.empty(batch_size, 0, dtype=torch.long, device=device)
-        draft = cls(tokens=tokens, parents=parents_of_chains(batch_size, 0, device), values=[[] for _ in nothing])
-        vars(draft)["lists"] = nothing, nothing
-        return draft
+        return cls.of_lists(nothing, device=device, values=[[] for _ in nothing])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +283,7 @@ class Committed:
         return states_BMD[torch.arange(len(last_B), device=last_B.device), last_B]
 
 
-EVEN: Mapping[int, float] = MappingProxyType({})
+EVEN: Mapping[int, float] = {}
 """The `odds` of chances that are taken as they are."""
 
 
@@ -314,7 +312,7 @@ class Drafter:
     reserved_tokens: tuple[int, ...] = ()
     """Tokens, such as a mask, that no answer may contain."""
     least_value: float = 0.0
-    """Least value of a node that may be verified in the round that is drafted next; nodes below need not be drafted."""
+    """Least value of the best node of a draft that may pay in the next round; where no node has it, none is needed."""
     odds: Mapping[int, float] = EVEN
     """By part of a union, or 0, a factor of the odds of the estimated chances in that round; 1 where it has none."""
     models: tuple[Any, ...] = ()

@@ -38,12 +38,12 @@ def from_lists(rows: list[list[int]], device: torch.device | None = None) -> Ten
 
 
 def padded(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The rows as long as the longest; at least one.
+    """The rows as long as the longest.
 
     >>> padded([[5], [], [6, 7]])
     [[5, -1], [-1, -1], [6, 7]]
     """
-    width = max(map(len, rows))
+    width = max(map(len, rows), default=0)
     return [[*row, *[ABSENT] * (width - len(row))] for row in rows]
 
 

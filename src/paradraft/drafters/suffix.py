@@ -108,7 +108,6 @@ class Text:
         Args:
             factor: of the odds of chances.
         """
-        floor = max(config.floor, least_value)
         sources: list[tuple[Sequence[int], list[tuple[int, int]]]] = [
             (self.tokens, self.matches(depth=config.depth, places=config.places))
         ]
@@ -118,14 +117,14 @@ class Text:
         for tokens, matches in sources:
             for least in sorted({length for _, length in matches}, reverse=True)[:TRIED]:
                 # Of the nodes at a depth one is accepted at most, and shorter matches have smaller chances.
-                if at_odds(chance(least, len(matches), len(matches)), factor) < floor:
+                if at_odds(chance(least, len(matches), len(matches)), factor) < least_value:
                     break
                 if best and most_expected(k, least, len(matches), factor) <= expected(best):
                     break
                 places = [place for place, length in matches if length >= least]
-                nodes = self._likeliest(tokens, places, least, k, floor, tree, factor)
+                nodes = self._likeliest(tokens, places, least, k, config.floor, tree, factor)
                 best = max(best, nodes, key=expected)
-        return best
+        return best if best and best[0].value >= least_value else []
 
     @staticmethod
     def _likeliest(
@@ -142,8 +141,8 @@ class Text:
 
         def children(places: list[int], depth: int) -> list[Child]:
             counts = Counter(tokens[place] for place in places)
-            shares = [(token, chance(least + depth, votes, len(places))) for token, votes in counts.most_common()]
-            return [(token, at_odds(share, factor)) for token, share in shares]
+            found = [(token, votes, chance(least + depth, votes, len(places))) for token, votes in counts.most_common()]
+            return [(token, min(at_odds(each, factor), votes / len(places))) for token, votes, each in found]
 
         def after(places: list[int], token: int) -> list[int]:
             return inside([place + 1 for place in places if tokens[place] == token])

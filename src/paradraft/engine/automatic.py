@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import torch
@@ -10,20 +11,21 @@ from paradraft.drafters import PLUS
 from paradraft.engine.speculation import AUTO, Speculation
 from paradraft.formats.gguf import is_gguf
 from paradraft.formats.head import is_head, kind_of
+from paradraft.formats.likely_table import read_table
 from paradraft.formats.pard import declared_mask_id
 from paradraft.models.names import POCKET, is_shape
 from paradraft.sources.loading import config_of, locate
-from paradraft.sources.recorded import bytes_on_disk, recorded_for
+from paradraft.sources.recorded import bytes_on_disk, recorded_for, table_file
 
 FROM_TEXT = "suffix"
 """The drafter that needs nothing beside the target, and costs hardly anything where it drafts nothing."""
 FROM_PASSES = "recycle"
-"""The drafter that learns from the target's passes. It takes 0.2 to 0.4 ms a round, …"""
+"""The drafter that learns from the target's passes."""
 LARGE = 2**28
-"""… too much for the passes of a target whose weights have less than this number of bytes. …"""
+"""Bytes of weights from which on a pass is so long that 0.2 to 0.4 ms for `FROM_PASSES` hardly count."""
 FAST = "AVX512"
-"""… Its tokens are less likely than those from the text, so it pays on CPUs where a few drafted tokens are nearly free:
-with these instructions five tokens take 1.07 times as long as one, with AVX2 2.5 times."""
+"""Instructions with which five tokens take 1.07 times as long as one, with AVX2 2.5 times. The tokens of `FROM_PASSES`
+are less likely than those from the text, so they pay where they are nearly free."""
 FORCED = "forced"
 """The drafter that drafts what a request's grammar leaves no choice about."""
 SHIPPED = "pard"
@@ -50,14 +52,19 @@ def automatic(target: str, speculation: Speculation, *, has_grammars: bool = Fal
     else:
         drafter, table = without_model(target)
         drafter = f"{FORCED}{PLUS}{drafter}" if has_grammars else drafter
-        why = f"needs no draft model{', has a recorded table' * (table is not None)}, and drafts where that pays"
+        uses = ", uses the table recorded for this one" if table is not None else ""
+        why = f"needs no draft model{uses}, and drafts where that pays"
     return replace(speculation, drafter=drafter, reason=f"drafter {drafter}: it {why}")
 
 
 def without_model(target: str) -> tuple[str, str | None]:
     """The drafter for a target without a draft model, and the recorded table that it has."""
-    if (table := recorded_for(target)) is not None:
-        return both(table), table
+    table = recorded_for(target)
+    try:
+        if table is not None and read_table(table_file(table)):
+            return both(table), table
+    except ValueError as error:
+        warnings.warn(f"the recorded table is left out, because it cannot be read: {error}", stacklevel=2)
     is_worth_it = torch.backends.cpu.get_cpu_capability() == FAST and bytes_on_disk(target) >= LARGE
     return both(None) if is_worth_it else FROM_TEXT, None
 

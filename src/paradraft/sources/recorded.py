@@ -30,7 +30,7 @@ def bytes_on_disk(target: str) -> int:
     """Size of a model's weights; 0 for a model without a path, see `path_of`."""
     if (path := path_of(target)) is None:
         return 0
-    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.bin")]
+    files = [path] if path.is_file() else [*path.glob("*.safetensors")] or [*path.glob("*.bin")]
     return sum(file.stat().st_size for file in files)
 
 

@@ -126,6 +126,16 @@ def test_the_default_depth_is_24_tokens() -> None:
     assert [node.token for node in text.draft(Config(), 2, None)] == [1, 2]
 
 
+@pytest.mark.parametrize("factor", [0.2, 1.0, 7.0])
+def test_siblings_exclude_each_other(factor: float) -> None:
+    """Guards expected tokens against factors of odds: two tokens that followed as often are not both likely."""
+    text = Text([1, 2, 3, 1, 2, 4] * 8 + [1, 2])
+    draft = text.draft(Config(depth=1, floor=0.0), 1, Tree(budget=4), factor=factor)
+    assert {node.token for node in draft} == {3, 4} and sum(node.value for node in draft) <= 1.0
+    chain = text.draft(Config(), 4, None, factor=factor)
+    assert [node.value for node in chain] == sorted((node.value for node in chain), reverse=True)
+
+
 def test_a_longer_match_wins_where_it_is_as_sure() -> None:
     """Guards the choice between lengths: 9 follows 1 2 3 each time, and 8 follows 3 more often."""
     text = Text([3, 8, 7, 3, 8, 6, 3, 8, 5, 1, 2, 3, 9, 4, 1, 2, 3])

@@ -82,10 +82,15 @@ def test_a_recorded_table_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert name is not None
     file = table_file(name)
     file.parent.mkdir(parents=True, mode=0o700)
-    LikelyCounts(most=2).table({"answers": "1"}).write(file)
+    counts = LikelyCounts(most=2)
+    counts.add((3, 4), [7, 8], [1.0, 0.0])
+    counts.table({"answers": "1", "tokens": "2"}).write(file)
     chosen = automatic(str(first), AUTO)
-    assert chosen.drafter == f"suffix+recycle:table={name}" and "a recorded table" in str(chosen.reason)
+    assert chosen.drafter == f"suffix+recycle:table={name}" and "table recorded for this one" in str(chosen.reason)
     assert automatic(str(second), AUTO).drafter == "suffix"
+    file.write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match="the recorded table is left out, because it cannot be read"):
+        assert automatic(str(first), AUTO).drafter == "suffix"
     file.chmod(0o666)
     assert automatic(str(first), AUTO).drafter == "suffix", "others may have written it"
 

@@ -34,7 +34,7 @@ class LengthPolicy(Protocol):
 
     @property
     def least_value(self) -> float:
-        """Least value of a node that it may verify in the round for which it was asked last."""
+        """See `Drafter.least_value`; of the round for which it was asked last."""
 
     @property
     def odds(self) -> Mapping[int, float]:

@@ -56,8 +56,8 @@ class Trust:
                 right = ABSENT
                 for node in children[at]:
                     part = draft.parts[row][node] if draft.parts is not None else 0
-                    chance = values[node] / values[at] if at != ABSENT else values[node]
-                    self._add(part, chance, is_right=tokens[node] == token)
+                    above = values[at] if at != ABSENT else 1.0
+                    self._add(part, values[node] / above if above else 0.0, is_right=tokens[node] == token)
                     right = node if tokens[node] == token else right
                 if right == ABSENT:
                     break

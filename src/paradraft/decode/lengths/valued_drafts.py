@@ -103,7 +103,7 @@ class ValuedDrafts:
     EARLY, SOON = 3, 16
     """The first trials wait for this number of rounds at most, and are small then."""
     UNBOUNDED = 16
-    """Rounds between two in which drafters grow nodes of any value, so that sizes that were never tried may be."""
+    """Every round of this number has no least value, so that sizes that were never tried may be."""
     FIRST = 4
     """Most tokens of the first pass with drafts, as a multiple of the rows."""
     MOST_LOST = 2.0
@@ -121,7 +121,7 @@ class ValuedDrafts:
         self._lost_s = 0.0
         self._rows = self._since_plain = self._plain_left = 0
         self._trials = self._since_trial = 0
-        self._is_trial = False
+        self._is_trial = self._is_drafting = False
         self._number = 0
         """Of the round."""
         self._rate = self._expected = 0.0
@@ -146,11 +146,12 @@ class ValuedDrafts:
         if self._since_plain >= self.PLAIN_AFTER:
             self._plain_left = 2
         is_plain = self._plain_left or self._guard.is_paused or not self._costs.knows_plain(self._rows)
+        self._is_drafting = not is_plain
         return [0 if is_plain else self.k] * self._rows
 
     @property
     def least_value(self) -> float:
-        """The value below which no first node pays, and so no other: see `most_worth`."""
+        """The value below which no best node pays, however many follow it: see `most_worth`."""
         if self._number % self.UNBOUNDED == 0 or not self._costs.knows_plain(self._rows):
             return 0.0
         return self._rows * self._costs.least_more(self._rows, hopeful=self._may_try)
@@ -204,7 +205,7 @@ class ValuedDrafts:
         if not self._costs.knows_plain(self._rows):
             return
         plain_s = self._costs.pass_s(self._rows, [])
-        if nodes or draft_s:
+        if self._is_drafting:
             worth = tokens / max(sum(map(bool, output.tokens)), 1)
             saved_s = worth * plain_s - seconds - self._costs.of_usual(draft_s)
             self._guard.saved(max(saved_s, -self.MOST_LOST * plain_s), plain_s)

@@ -41,7 +41,7 @@ class Estimating(Drafter):
     def grow(self, lengths: Sequence[int]) -> list[list[Node]]:
         """The nodes of each row, parents before children, of values that do not rise.
 
-        Nodes below `least_value` need not be there.
+        Where no value reaches `least_value` there need not be any.
 
         Args:
             lengths: largest depth of each row's draft; 0 for no draft.
@@ -69,7 +69,7 @@ class Estimating(Drafter):
 
     @property
     def factor(self) -> float:
-        """That of the odds of its chances; of a drafter that is no union."""
+        """The factor of the odds of its chances; not for unions."""
         return self.odds.get(0, 1.0)
 
 
@@ -105,6 +105,7 @@ def grown(
     k: int,
     tree: Tree | None,
     floor: float,
+    least_first: float = 0.0,
 ) -> list[Node]:
     """The nodes of largest value, at most K deep.
 
@@ -114,6 +115,7 @@ def grown(
         after: the place after a token at a place.
         tree: shape of the draft; None for a chain.
         floor: least value of a node.
+        least_first: least value of the best node; without such a node there is no draft.
 
     >>> children, after = lambda place, depth: [(1, 0.75), (2, 0.5)], lambda place, token: place
     >>> nodes = grown(0, children, after, k=2, tree=Tree(budget=4), floor=0.25)
@@ -137,6 +139,8 @@ def grown(
                 heapq.heappush(heap, (-of_path, next(order), (*path, rank), node, place))
 
     add_children(1.0, (), ABSENT, root)
+    if heap and -heap[0][0] < least_first:
+        return []
     while heap and len(nodes) < most:
         _, _, path, node, place = heapq.heappop(heap)
         nodes.append(node)

@@ -155,7 +155,7 @@ def nodes_of(draft: Draft) -> list[list[Node]]:
     assert draft.values is not None
     sure = draft.values if draft.confidence is None else draft.confidence.tolist()
     rows = zip(*draft.lists, draft.values, sure, strict=True)
-    return [list(map(Node, *(each[: len(row[2])] for each in row))) for row in rows]
+    return [[Node(*node) for node in zip(*row, strict=False) if node[0] != ABSENT] for row in rows]
 
 
 def traits_of_union(names: Sequence[str], traits: Sequence[Traits]) -> Traits:

@@ -41,6 +41,13 @@ def test_what_never_comes_true_is_still_seen() -> None:
     assert 0.05 < rounds(Trust(), 0.33, 0.0) < 0.1
 
 
+def test_a_chance_of_nothing_that_comes_true() -> None:
+    """Guards a plugin that says 0, and is right."""
+    trust = Trust()
+    trust.learn(Draft.of_lists([[5, 6]], values=[[0.0, 0.0]]), [[5, 6]])
+    assert trust.odds[0] > 1
+
+
 def test_nodes_are_judged_when_their_turn_comes() -> None:
     """Guards against nodes below a refused one, which say nothing, and for those that were not verified: all of the
     tree along the committed text counts, siblings too."""
