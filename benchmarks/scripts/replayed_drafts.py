@@ -118,8 +118,8 @@ def replay(
             draft_s += time.perf_counter() - begun_s
             (values,) = draft.values or ([],)
             if is_cut:
-                (kept,), _ = most_worth([values], lambda nodes: cost(1 + nodes[0]))
-                draft = draft.where(torch.tensor([kept], dtype=torch.bool).view(draft.tokens.shape))
+                counts, _ = most_worth([values], lambda nodes: cost(1 + nodes[0]))
+                draft = draft.first(counts)
             path = accepted(draft, answer[done:-1])
             for node, value in enumerate(values[: draft.tokens.shape[1]]):
                 into = bins.setdefault(next(bound for bound in BINS if value < bound), [0, 0.0, 0])
