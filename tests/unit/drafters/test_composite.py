@@ -19,6 +19,7 @@ from paradraft.cli import main
 from paradraft.core import CHAINS, Draft, Drafter, Drafting
 from paradraft.decode.batch import Batch
 from paradraft.decode.generation import Generation
+from paradraft.decode.lengths.draft_length import Confidence
 from paradraft.drafters import (
     check_draft,
     drafter_class,
@@ -331,6 +332,32 @@ def test_a_part_that_drafts_alone_keeps_to_the_shape(shape: Tree, tokens: list[i
     union.start(Drafting(tree=shape), torch.device("cpu"))
     union.join(requests([[9, 8, 7]]), committed([9, 8, 7]))
     assert union.propose([4]).tokens.tolist() == [tokens]
+
+
+class Stated(NgramDrafter):
+    """Drafts the same tokens in every round; None as confidence for a part that says none."""
+
+    traits = Traits()
+
+    def __init__(self, tokens: Sequence[int], confidence: Sequence[float] | None) -> None:
+        super().__init__(NgramConfig())
+        self.said = from_lists([list(tokens)]), None if confidence is None else torch.tensor([confidence])
+
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        return Draft.chain(self.said[0], confidence=self.said[1])
+
+
+def test_the_surest_part_decides_what_is_cut() -> None:
+    """Guards the length policy `confidence`: a token that another part is sure of stays, and so do those of parts that
+    do not say how sure they are."""
+    for other, kept in ((Stated([5, 8], [0.9, 0.7]), {5, 8}), (Stated([9], None), {9})):
+        union = Composite([Stated([5, 6], [0.4, 0.1]), other])
+        union.start(Drafting(tree=Tree(budget=8), wants_confidence=True), torch.device("cpu"))
+        union.join(requests([[1]]), committed([1]))
+        draft = union.propose([2])
+        assert set(draft.tokens[0].tolist()) == {5, 6} | kept
+        cut = Confidence(2, threshold=0.6).cut(draft)
+        assert {token for token in cut.tokens[0].tolist() if token != ABSENT} == kept
 
 
 @pytest.mark.parametrize("names", ["ngram", "suffix", "recycle", "suffix+recycle", "ngram+suffix"])

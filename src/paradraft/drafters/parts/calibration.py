@@ -60,7 +60,7 @@ class RowCalibration:
         self,
         tokens: Sequence[int],
         parents: Sequence[int],
-        confidences: Sequence[float],
+        confidences: Sequence[float | None],
         most: int,
         factor: float,
     ) -> list[Node]:
@@ -71,12 +71,12 @@ class RowCalibration:
         for node, (token, parent, sure, depth) in enumerate(rows):
             if token == ABSENT or depth > most or parent not in new:
                 continue
-            index, above = min(int(sure * BINS), BINS - 1), new[parent]
+            index, above = min(int((UNKNOWN if sure is None else sure) * BINS), BINS - 1), new[parent]
             chance = at_odds(self._was[index] / self._could[index], factor)
             value = (nodes[above].value if above >= 0 else 1.0) * chance
             new[node] = len(nodes)
             self._children[above].append((token, new[node], index))
-            nodes.append(Node(token, above, value, sure))
+            nodes.append(Node(token, above, value, 1.0 if sure is None else sure))  # the policy "confidence" keeps it
         return nodes
 
     def learn(self, committed: Sequence[int]) -> None:
@@ -137,7 +137,7 @@ class Calibration:
 
     def nodes(self, draft: Draft, lengths: Sequence[int], factor: float) -> list[list[Node]]:
         """The nodes of each row of a draft, no deeper than was asked for; see `RowCalibration.nodes`."""
-        unknown = [[UNKNOWN] * draft.tokens.shape[1]] * len(lengths)
+        unknown = [[None] * draft.tokens.shape[1]] * len(lengths)
         sure = unknown if draft.confidence is None else draft.confidence.tolist()
         rows = zip(self._rows, *draft.lists, sure, lengths, strict=True)
         return [row.nodes(tokens, parents, own, most, factor) for row, tokens, parents, own, most in rows]
