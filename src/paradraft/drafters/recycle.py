@@ -111,11 +111,14 @@ class KnownPlaces:
 
     def draft(self, k: int, tree: Tree | None, *, least_value: float = 0.0, factor: float = 1.0) -> list[Node]:
         """The likeliest nodes, at most K deep; `factor` is that of the odds of their chances."""
-        self._factor = factor
-        return grown(self._end, self._children, lambda pair, token: (pair[1], token), k=k, tree=tree,
+
+        def children(pair: Pair, depth: int) -> list[Child]:
+            return self._children(pair, depth, factor)
+
+        return grown(self._end, children, lambda pair, token: (pair[1], token), k=k, tree=tree,
                      floor=self._config.floor, least_first=least_value)  # fmt: skip
 
-    def _children(self, pair: Pair, depth: int) -> list[Child]:
+    def _children(self, pair: Pair, depth: int, factor: float) -> list[Child]:
         for matched in range(self._config.key, 0, -1):
             known, is_own = self._known.get(pair if matched == 2 else pair[1]), True
             if known is None and self._table is not None:
@@ -134,7 +137,7 @@ class KnownPlaces:
         weights = [math.exp(score - largest) for score in scores]
         total = sum(weights)
         shares = (min(max(weight / total, UNSURE), 1.0 - UNSURE) for weight in weights)
-        chances = [1.0 / (1.0 + math.exp(-bias) / self._factor * (share / (1.0 - share)) ** -slope) for share in shares]
+        chances = [1.0 / (1.0 + math.exp(-bias) / factor * (share / (1.0 - share)) ** -slope) for share in shares]
         if (sum_of_all := sum(chances)) > 1.0:  # the function does not know that they exclude each other
             chances = [chance / sum_of_all for chance in chances]
         pairs = zip(tokens, chances, strict=True)
