@@ -73,8 +73,13 @@ def answers_of(model: str, task: str, temperature: str, folder: Path, data: Path
 
 
 def cost_of(model: str, machine: str) -> Callable[[int], float]:
-    """Milliseconds of a pass over some tokens, between the measured sizes on a line."""
-    (known,) = json.loads((FOLDER / COSTS[machine].format(model)).read_text(encoding="utf-8"))["median_ms"].values()
+    """`cost_line` of a model on a machine."""
+    return cost_line(FOLDER / COSTS[machine].format(model))
+
+
+def cost_line(file: Path) -> Callable[[int], float]:
+    """Milliseconds of a pass over some tokens, between the sizes that `pass_costs.py` has measured on a line."""
+    (known,) = json.loads(file.read_text(encoding="utf-8"))["median_ms"].values()
     points = sorted((int(size), ms) for size, ms in known.items() if size.isdecimal())
 
     def cost(tokens: int) -> float:

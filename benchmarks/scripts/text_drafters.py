@@ -14,12 +14,12 @@ checked.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from replayed_drafts import cost_line
 from rich.progress import track
 
 import paradraft
@@ -36,32 +36,19 @@ from paradraft.tree import Tree
 PLAIN = "none"
 
 
-def cost_of(file: Path) -> Callable[[int], float]:
-    """Seconds of a pass over some tokens, between the measured sizes on a line."""
-    (known,) = json.loads(file.read_text(encoding="utf-8"))["median_ms"].values()
-    points = sorted((int(size), ms / 1e3) for size, ms in known.items() if size.isdecimal())
-
-    def cost(tokens: int) -> float:
-        pairs = list(itertools.pairwise(points))
-        (low, low_s), (high, high_s) = next((pair for pair in pairs if tokens <= pair[1][0]), pairs[-1])
-        return low_s + (high_s - low_s) * (tokens - low) / (high - low)
-
-    return cost
-
-
 class Paced:
-    """Counts rounds of an engine, and lets its length policy see the times of a cost line in place of its own."""
+    """Counts the rounds of an engine; with a cost line (milliseconds), its length policy gets pass times from there."""
 
     def __init__(self, engine: Engine, cost: Callable[[int], float] | None) -> None:
         self._observe, self._cost = engine.lengths.observe, cost
         self.pass_s = self.draft_s = 0.0
         self.nodes = self.rounds = self.tokens = 0
-        engine.lengths.observe = self.observe  # type: ignore[method-assign]
+        engine.lengths.observe = self.observe  # type: ignore[method-assign]  # which calls the policy's
 
     def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
         """Takes the place of the policy's."""
         (nodes,), (tokens,) = output.nodes, output.tokens
-        verify_s = verify_s if self._cost is None else self._cost(1 + nodes)
+        verify_s = verify_s if self._cost is None else self._cost(1 + nodes) / 1e3
         self.pass_s, self.draft_s = self.pass_s + verify_s, self.draft_s + draft_s
         self.nodes, self.rounds, self.tokens = self.nodes + nodes, self.rounds + 1, self.tokens + len(tokens)
         self._observe(output, draft_s=draft_s, verify_s=verify_s, other_s=other_s)
@@ -75,7 +62,7 @@ class Paced:
             "draft_ms_per_round": 1e3 * self.draft_s / self.rounds,
         }
         if self._cost is not None:
-            plain_s = self._cost(1) * self.tokens
+            plain_s = self._cost(1) / 1e3 * self.tokens
             found["speedup"] = plain_s / self.pass_s
             found["speedup_with_drafter"] = plain_s / (self.pass_s + self.draft_s)
         return found
@@ -164,7 +151,7 @@ def main() -> None:
         if given.budget:
             figures["budget"] = {name: counted(asker, at_budget(name), temperature, texts, None) for name in drafters}
         for file in given.costs:
-            cost = cost_of(file)
+            cost = cost_line(file)
             figures[file.stem] = {name: counted(asker, loaded(name), temperature, texts, cost) for name in drafters}
         found[f"t{temperature:g}"] = figures
         for kind, by_name in figures.items():
