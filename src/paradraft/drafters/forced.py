@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paradraft.core import Committed, Drafting, Request
-from paradraft.drafters.parts.best_first import Estimating, Node, at_odds, chain_of
+from paradraft.drafters.parts.estimating import Estimating, Node, at_odds, chain_of
 from paradraft.drafters.parts.text_drafter import TextDrafter
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target

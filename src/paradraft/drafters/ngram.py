@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paradraft.drafters.parts.best_first import Estimating, Node, chain_of
+from paradraft.drafters.parts.estimating import Estimating, Node, chain_of
 from paradraft.drafters.parts.match_chance import LONG, chain_chances
 from paradraft.drafters.parts.text_drafter import TextDrafter
 from paradraft.models.runtime import Runtime

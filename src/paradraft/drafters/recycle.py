@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paradraft.core import Committed, Drafting, Request
-from paradraft.drafters.parts.best_first import Child, Estimating, Node, grown
+from paradraft.drafters.parts.estimating import Child, Estimating, Node, grown
 from paradraft.formats.likely_table import LikelyTable, read_table
 from paradraft.likeliest import Likeliest
 from paradraft.models.runtime import Runtime

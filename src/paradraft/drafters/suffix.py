@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from paradraft.core import Committed, Drafting, Request
-from paradraft.drafters.parts.best_first import Child, Estimating, Node, at_odds, chain_of, grown
 from paradraft.drafters.parts.corpus import Corpus, check_corpus, read_corpus
+from paradraft.drafters.parts.estimating import Child, Estimating, Node, at_odds, chain_of, grown
 from paradraft.drafters.parts.match_chance import chain_chances, chance, most_expected
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paradraft.drafters.parts.best_first import Node
+from paradraft.drafters.parts.estimating import Node
 from paradraft.drafters.parts.union import union_of
 from paradraft.tree import Tree
 

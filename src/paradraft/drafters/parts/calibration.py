@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from paradraft.core import Draft
-from paradraft.drafters.parts.best_first import Node, at_odds
+from paradraft.drafters.parts.estimating import Node, at_odds
 from paradraft.parents import depths_of_row
 from paradraft.tree import ABSENT
 

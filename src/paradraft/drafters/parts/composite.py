@@ -20,8 +20,8 @@ from torch import Tensor
 
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
 from paradraft.drafters import built_class, setting_of_part
-from paradraft.drafters.parts.best_first import Estimating, Node
 from paradraft.drafters.parts.calibration import Calibration
+from paradraft.drafters.parts.estimating import Estimating, Node
 from paradraft.drafters.parts.union import union_of
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target

@@ -7,7 +7,7 @@ import math
 import operator
 from functools import lru_cache
 
-from paradraft.drafters.parts.best_first import at_odds
+from paradraft.drafters.parts.estimating import at_odds
 
 BIAS, BY_LENGTH, BY_SHARE = -1.62, 1.2, 0.84
 """Weights of `chance`, fitted to 30,000 drafted tokens in recorded answers of three models. Temperature and the number

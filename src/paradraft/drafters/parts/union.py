@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from paradraft.drafters.parts.best_first import Node
+from paradraft.drafters.parts.estimating import Node
 from paradraft.tree import ABSENT, Tree
 
 

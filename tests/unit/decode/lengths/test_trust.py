@@ -8,7 +8,7 @@ import pytest
 
 from paradraft.core import Draft
 from paradraft.decode.lengths.trust import Trust
-from paradraft.drafters.parts.best_first import at_odds
+from paradraft.drafters.parts.estimating import at_odds
 
 
 def rounds(trust: Trust, said: float, true: float, *, part: int = 0, number: int = 600) -> float:

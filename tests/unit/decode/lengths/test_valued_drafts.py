@@ -12,7 +12,7 @@ import torch
 from paradraft.core import Draft
 from paradraft.decode.lengths.round_costs import RoundCosts
 from paradraft.decode.lengths.valued_drafts import ValuedDrafts, most_worth
-from paradraft.drafters.parts.best_first import at_odds, chain_of
+from paradraft.drafters.parts.estimating import at_odds, chain_of
 from paradraft.ragged import from_lists
 from paradraft.tree import ABSENT, Tree
 from tests.support.decoding import requests, round_of
