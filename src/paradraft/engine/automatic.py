@@ -59,12 +59,16 @@ def automatic(target: str, speculation: Speculation, *, has_grammars: bool = Fal
 
 def without_model(target: str) -> tuple[str, str | None]:
     """The drafter for a target without a draft model, and the recorded table that it has."""
-    table = recorded_for(target)
-    try:
-        if table is not None and read_table(table_file(table)):
+    if (table := recorded_for(target)) is not None:
+        file = table_file(table)
+        try:
+            read_table(file)
             return both(table), table
-    except ValueError as error:
-        warnings.warn(f"the recorded table is left out, because it cannot be read: {error}", stacklevel=2)
+        except ValueError:
+            warnings.warn(
+                f"the recorded table is left out, because it cannot be read: delete {str(file)!r}, and record again",
+                stacklevel=2,
+            )
     is_worth_it = torch.backends.cpu.get_cpu_capability() == FAST and bytes_on_disk(target) >= LARGE
     return both(None) if is_worth_it else FROM_TEXT, None
 
