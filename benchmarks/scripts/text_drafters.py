@@ -1,10 +1,11 @@
 """Drafters without a model on some prompts: speeds in turns, tokens a pass at a node budget, and speeds on other CPUs.
 
     python benchmarks/scripts/text_drafters.py --target FILE --prompts benchmarks/prompts/chat.jsonl --number 12
-        --drafters suffix,recycle,suffix+recycle --temperatures 0,0.8 --costs FILE --json FILE
+        --drafters suffix,suffix+recycle --alone recycle --temperatures 0,0.8 --costs FILE --json FILE
 
 "measured": all drafters and plain decoding answer a prompt after each other, another one first each time, with their
-default draft lengths; speedups are without the prompts. "budget": every round drafts a tree of as many nodes, or a
+default draft lengths; speedups are without the prompts, of all answers together and of the median one, which a burst of
+other work changes less. "budget": every round drafts a tree of as many nodes, or a
 chain of as many tokens, whatever it costs; tokens a pass do not depend on the machine then. With "costs" the policy has
 default lengths, but sees the times of passes in a file of `pass_costs.py`, measured on another machine. Speedups are of
 the passes alone, and with the drafter's time as measured here. Under the match rule all have the same text, which is
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,8 +105,14 @@ def measured(asker: Asker, engines: dict[str, Engine], temperature: float) -> tu
         name: [answer.stats.total_s - answer.stats.prefill_s for answer in each] for name, each in answers.items()
     }
     found = {
-        name: {**paced[name].figures(), "speedup": sum(seconds[PLAIN]) / sum(seconds[name]), "seconds": seconds[name]}
-        for name in engines
+        name: {
+            **paced[name].figures(),
+            "speedup": sum(seconds[PLAIN]) / sum(own),
+            "median_speedup": statistics.median(map(operator.truediv, seconds[PLAIN], own)),
+            "draft_share": paced[name].draft_s / sum(own),
+            "seconds": own,
+        }
+        for name, own in seconds.items()
     }
     return found, texts
 
@@ -123,7 +132,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with prompt or messages, and maybe a schema")
     parser.add_argument("--raw", action="store_true", help="prompts are texts to go on with, not messages of a chat")
     parser.add_argument("--number", type=int, required=True, help="of prompts, as far apart in the file as possible")
-    parser.add_argument("--drafters", default="suffix,recycle,suffix+recycle", help="beside none, with commas")
+    parser.add_argument("--drafters", default="suffix,suffix+recycle", help="beside none, with commas")
+    parser.add_argument("--alone", default="recycle", help="drafters that draft with the budget only, with commas")
     parser.add_argument("--draft", help="the draft model of drafters that have one")
     parser.add_argument("--temperatures", default="0,0.8")
     parser.add_argument("--tokens", type=int, default=96, help="most of an answer")
@@ -134,7 +144,7 @@ def main() -> None:
     lines = given.prompts.read_text(encoding="utf-8").splitlines()
     tasks = [json.loads(line) for line in lines[:: max(len(lines) // given.number, 1)][: given.number]]
     asker = Asker(tasks, given.tokens, is_raw=given.raw)
-    drafters = given.drafters.split(",")
+    drafters, at_a_budget = given.drafters.split(","), ",".join(filter(None, (given.drafters, given.alone))).split(",")
 
     def loaded(drafter: str, **settings: Any) -> Engine:
         draft = given.draft if drafter.endswith(("autoregressive", "pard")) else None
@@ -149,7 +159,9 @@ def main() -> None:
         of_all, texts = measured(asker, {name: loaded(name) for name in (PLAIN, *drafters)}, temperature)
         figures = {"measured": of_all}
         if given.budget:
-            figures["budget"] = {name: counted(asker, at_budget(name), temperature, texts, None) for name in drafters}
+            figures["budget"] = {
+                name: counted(asker, at_budget(name), temperature, texts, None) for name in at_a_budget
+            }
         for file in given.costs:
             cost = cost_line(file)
             figures[file.stem] = {name: counted(asker, loaded(name), temperature, texts, cost) for name in drafters}

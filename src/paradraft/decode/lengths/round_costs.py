@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import statistics
 from collections import defaultdict, deque
@@ -44,6 +45,8 @@ class PassTimes:
         self._near: set[int] = set()
         self.points: list[tuple[float, float]] = []
         """Measured sizes with their times, the smallest first."""
+        self._hopes: list[tuple[int, float]] = []
+        """Groups with the least time that they may have, which grows with the size."""
 
     def add(self, size: float, seconds: float) -> None:
         """Adds a measurement; the size is at least 1."""
@@ -56,6 +59,12 @@ class PassTimes:
         groups = sorted(self._typical)
         rising = increasing([(self._typical[each][1], len(self._groups[each])) for each in groups])
         self.points = [(self._typical[each][0], seconds_of) for each, seconds_of in zip(groups, rising, strict=True)]
+        few_s = self.points[0][1]
+        hopes_s = [few_s if len(self._groups[each]) < self.FEW else self._hope(each) for each in groups]
+        self._hopes = list(zip(groups, itertools.accumulate(hopes_s, max), strict=True))
+
+    def _hope(self, group: int) -> float:
+        return self._typical[group][1] * (1.0 - self.LUCK / math.sqrt(len(self._groups[group])))
 
     def _group(self, size: float) -> int:
         return round(self.STEPS * math.log2(size))
@@ -73,11 +82,9 @@ class PassTimes:
         return self._typical[self._group(size)][1]
 
     def hopeful(self, size: float) -> float:
-        """The time that a size may have if its measurements were disturbed; after few, that of the smallest size."""
-        group = self._group(size)
-        if (count := len(self._groups.get(group, ()))) < self.FEW:
-            return self.points[0][1]
-        return self._typical[group][1] * (1.0 - self.LUCK / math.sqrt(count))
+        """The time that a size may have if measurements were disturbed: after few, that of the next smaller size."""
+        at = bisect.bisect_right(self._hopes, (self._group(size), math.inf))
+        return self._hopes[max(at - 1, 0)][1]
 
     @property
     def largest(self) -> float:
