@@ -70,6 +70,7 @@ def random_weight(format: Format, shape: tuple[int, int]) -> QuantizedTensor:
     scales = numbers(format.scales, 0.01)
     assert scales is not None
     values = torch.randint(lowest, highest + 1, shape, dtype=torch.int8, generator=generator)
+    values[0], values[-1] = highest, lowest
     return QuantizedTensor(values, scales, numbers(format.offsets, 0.1), bits=format.bits, group=group)
 
 
@@ -89,12 +90,15 @@ def product(matrix: PackedMatrix, inputs: Tensor, threads: int = 1) -> Tensor:
 
 
 def assert_kernels_follow(weight: QuantizedTensor) -> None:
-    """The kernels give the bits that torch gives, and what they have stored is what they were given."""
+    """The kernels give the bits that torch gives, and what they have stored is what they were given.
+
+    Inputs of one size, all positive or negative, give the largest sums, which must fit into the kernels' numbers.
+    """
     plain = copy.deepcopy(weight)
     packed = PackedMatrix([weight])
-    for rows in ROWS:
-        inputs = random_inputs(rows, weight.shape[1])
-        assert torch.equal(product(packed, inputs, 1 + rows % 2), plain_product(inputs, plain)), rows
+    largest = torch.tensor([[1.0], [-1.0]]).expand(2, weight.shape[1]).contiguous()
+    for inputs in (*(random_inputs(rows, weight.shape[1]) for rows in ROWS), largest):
+        assert torch.equal(product(packed, inputs, 1 + len(inputs) % 2), plain_product(inputs, plain)), len(inputs)
     for before, after in zip(stored_parts(plain), stored_parts(weight), strict=True):
         assert before.dtype == after.dtype and torch.equal(before, after)
     assert torch.equal(plain.dequantize(), weight.dequantize())

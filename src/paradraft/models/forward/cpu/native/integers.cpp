@@ -68,20 +68,20 @@ template <int BITS> __attribute__((noinline)) static Integers dot_quads(Quads we
 }
 #endif
 
-// Products of nibbles are so small that those of a whole block fit into 16 bits, where x86 adds them, unless it has the
-// instruction above for sums of 32 bits.
+// Products of few bits are so small that several fit into 16 bits, where x86 adds them, unless it has the instruction above
+// for sums of 32 bits.
 #if defined(__AVX512BW__)
 constexpr bool HAS_SHORTS = !HAS_UNSIGNED;
-static inline Quads add_products(Quads nibbles, Quads inputs, Quads sum) {
-    __m512i total = _mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)nibbles, (__m512i)inputs));
+static inline Quads add_products(Quads weights, Quads inputs, Quads sum) {
+    __m512i total = _mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)weights, (__m512i)inputs));
     asm("" : "+v"(total)); // GCC would make all products first and then add them in pairs, for which it has no registers
     return (Quads)total;
 }
 static inline Integers widened(Quads sums) { return (Integers)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1)); }
 #elif defined(__AVX2__) && !defined(__AVX512F__)
 constexpr bool HAS_SHORTS = !HAS_UNSIGNED;
-static inline Quads add_products(Quads nibbles, Quads inputs, Quads sum) {
-    __m256i total = _mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)nibbles, (__m256i)inputs));
+static inline Quads add_products(Quads weights, Quads inputs, Quads sum) {
+    __m256i total = _mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)weights, (__m256i)inputs));
     asm("" : "+v"(total)); // GCC would make all products first and then add them in pairs, for which it has no registers
     return (Quads)total;
 }
@@ -200,11 +200,14 @@ template <int BITS> static inline Quads weights_of(const uint8_t* from, int quad
     return (Quads)nibbles;
 }
 
+/// How many quads' products fit into 16 bits: each adds two of a weight and an input of at most 127.
+constexpr int quads_in_shorts(int bits) { return std::min(INT16_MAX / (2 * 127 * ((1 << bits) - 1)), QUADS); }
+
 /// Sets `sums` to the products of a block, or of one of its halves.
 template <int BITS, int PARTS, int ROWS, int COUNT>
 static inline void
 sum_quads(const uint8_t* values, int64_t output, int part, const RoundedBlock* inputs, Integers (&sums)[ROWS][COUNT]) {
-    constexpr bool IN_SHORTS = BITS == 4 && HAS_SHORTS;
+    constexpr int IN_SHORTS = HAS_SHORTS ? std::min(quads_in_shorts(BITS), QUADS / PARTS) : 0;
     Quads shorts[ROWS][COUNT] = {};
     // From zeros, and not from what is to be taken away: a CPU clears a register by giving it another name.
 #pragma GCC unroll 16
@@ -221,15 +224,18 @@ sum_quads(const uint8_t* values, int64_t output, int part, const RoundedBlock* i
             Quads input = splat_quad(inputs[row].values + quad * 4);
 #pragma GCC unroll 8
             for (int v = 0; v < COUNT; v++)
-                if constexpr (IN_SHORTS) shorts[row][v] = add_products(weights[v], input, shorts[row][v]);
+                if constexpr (IN_SHORTS > 1) shorts[row][v] = add_products(weights[v], input, shorts[row][v]);
                 else sums[row][v] = dot_quads<BITS>(weights[v], input, sums[row][v]);
         }
-    }
-    if constexpr (IN_SHORTS)
+        if (IN_SHORTS < 2 || (quad + 1) % std::max(IN_SHORTS, 1)) continue;
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 8
-            for (int v = 0; v < COUNT; v++) sums[row][v] = widened(shorts[row][v]);
+            for (int v = 0; v < COUNT; v++) {
+                sums[row][v] += widened(shorts[row][v]);
+                shorts[row][v] = Quads{};
+            }
+    }
 }
 
 /// Adds one block's products, times its scales, to the sums of some outputs and rows. These are not kept in registers,
@@ -259,7 +265,7 @@ __attribute__((noinline)) static void add_block( // within its caller GCC has no
             for (int v = 0; v < COUNT; v++) {
                 Vector numbers = __builtin_convertvector(totals[row][v] - BIAS * sum, Vector), product = numbers;
                 Vector before = part ? products[row][v] : Vector{};
-                if constexpr (Scheme::HAS_OFFSETS) before = fused_exactly(offsets[v], splat(float(sum)), before);
+                if constexpr (Scheme::HAS_OFFSETS) before = fused_exactly(offsets[v], splat(input.float_sum), before);
                 if constexpr (Scheme::HAS_OFFSETS || Scheme::PARTS == 2) product = fused_exactly(numbers, scales[v], before);
                 else if constexpr (Scheme::HAS_SCALES) product = numbers * scales[v];
                 products[row][v] = product;

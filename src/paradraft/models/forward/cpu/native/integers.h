@@ -75,6 +75,7 @@ static inline int64_t blocks_of(int64_t inputs) { return (inputs + BLOCK - 1) / 
 struct RoundedBlock {
     int8_t values[BLOCK]; // 0 after the last input
     float scale;
+    float float_sum;
     int32_t sum, first_sum; // of the values, and of their first half
 };
 
@@ -109,6 +110,7 @@ static inline void round_block(const float* from, int64_t count, RoundedBlock& t
         totals[i * 2 / BLOCK] += numbers;
     }
     to.sum = sum(totals[0] + totals[1]);
+    to.float_sum = float(to.sum);
     to.first_sum = sum(totals[0]);
 }
 
