@@ -5,7 +5,7 @@ Shape letters: B rows of a batch, N nodes of a draft, M committed tokens, V voca
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from paradraft.ragged import padded, upload
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.traits import Serving, Traits
 from paradraft.tree import ABSENT, Tree
+from paradraft.worth import Worth
 
 INVALID = -2
 """Token id where the logits are NaN or all -inf, so that no token can be chosen."""
@@ -283,10 +284,6 @@ class Committed:
         return states_BMD[torch.arange(len(last_B), device=last_B.device), last_B]
 
 
-EVEN: Mapping[int, float] = {}
-"""The `odds` of chances that are taken as they are."""
-
-
 class Drafter:
     """Proposes drafts for the rows of a batch.
 
@@ -311,10 +308,8 @@ class Drafter:
     """Largest depth that it can draft, such as the number of its heads; None for any."""
     reserved_tokens: tuple[int, ...] = ()
     """Tokens, such as a mask, that no answer may contain."""
-    least_value: float = 0.0
-    """Least value of the best node of a draft that may pay in the next round; where no node has it, none is needed."""
-    odds: Mapping[int, float] = EVEN
-    """By part of a union, or 0, a factor of the odds of the estimated chances in that round; 1 where it has none."""
+    worth: Worth = Worth()
+    """That of drafts in the next round, which is set before it."""
     models: tuple[Any, ...] = ()
     """Its draft models, each a `paradraft.models.causal_lm.CausalLM`; not the target."""
 

@@ -216,12 +216,10 @@ class Batch:
     def draft_lengths(self) -> list[int]:
         """Largest draft depth of each row: the policy's, limited by the tokens that the answer may still get.
 
-        The drafter gets what the policy knows of the worth of its nodes.
-
         A tree with a budget changes its shape if it is drafted shallower, so it is drafted whole and trimmed later.
         """
         pairs = zip(self.lengths.next(), self.generations, strict=True)
-        self.drafter.least_value, self.drafter.odds = self.lengths.least_value, self.lengths.odds
+        self.drafter.worth = self.lengths.worth
         self._most = [min(length, generation.draftable) for length, generation in pairs]
         tree = self.drafting.tree
         is_grown = tree is not None and tree.budget is not None

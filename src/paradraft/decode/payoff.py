@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from paradraft.core import Draft, Request
 from paradraft.decode.lengths.draft_length import LengthPolicy
 from paradraft.decode.stats import RoundOutput
 from paradraft.tree import Tree
+from paradraft.worth import Worth
 
 
 @dataclass(kw_only=True)
@@ -225,14 +226,9 @@ class Compared:
         self.policy.join(requests)
 
     @property
-    def least_value(self) -> float:
+    def worth(self) -> Worth:
         """See `LengthPolicy`."""
-        return self.policy.least_value
-
-    @property
-    def odds(self) -> Mapping[int, float]:
-        """See `LengthPolicy`."""
-        return self.policy.odds
+        return self.policy.worth
 
     def next(self) -> list[int]:
         """See `LengthPolicy`; 0 in a trial."""

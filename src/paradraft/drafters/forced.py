@@ -65,7 +65,7 @@ class ForcedDrafter(TextDrafter, Estimating):
             for request, text, k in rows
         ]
         return [
-            chain_of(tokens, [at_odds(chance, self.factor) for chance in chances(len(tokens), k)])
+            chain_of(tokens, [at_odds(chance, self.worth.factor) for chance in chances(len(tokens), k)])
             for tokens, k in zip(drafts, lengths, strict=True)
         ]
 

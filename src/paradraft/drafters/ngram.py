@@ -50,7 +50,7 @@ class NgramDrafter(TextDrafter, Estimating):
         for text, k in zip(self.texts, lengths, strict=True):
             end = lookup(text, self.config.max_ngram) if k else len(text)
             tokens = text[end : end + k]
-            rows.append(chain_of(tokens, chain_chances(len(tokens), matched(text, end), factor=self.factor)))
+            rows.append(chain_of(tokens, chain_chances(len(tokens), matched(text, end), factor=self.worth.factor)))
         return rows
 
 

@@ -167,7 +167,7 @@ class RecycleDrafter(Estimating):
 
     def grow(self, lengths: Sequence[int]) -> list[list[Node]]:
         """The drafts of `KnownPlaces.draft`."""
-        settings = {"least_value": self.least_value, "factor": self.factor}
+        settings = {"least_value": self.worth.least_value, "factor": self.worth.factor}
         rows = zip(self._rows, lengths, strict=True)
         return [row.draft(k, self.drafting.tree, **settings) if k else [] for row, k in rows]
 

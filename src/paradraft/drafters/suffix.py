@@ -181,7 +181,7 @@ class SuffixDrafter(Estimating):
 
     def grow(self, lengths: Sequence[int]) -> list[list[Node]]:
         """The trees of `Text.draft`; rows without a match draft nothing."""
-        settings = {"least_value": self.least_value, "factor": self.factor}
+        settings = {"least_value": self.worth.least_value, "factor": self.worth.factor}
         return [
             text.draft(self.config, k, self.drafting.tree, self.corpus, **settings) if k else []
             for text, k in zip(self._texts, lengths, strict=True)

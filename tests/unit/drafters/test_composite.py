@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from paradraft.drafters.lookahead import Config, LookaheadDrafter
 from paradraft.drafters.ngram import Config as NgramConfig
 from paradraft.drafters.ngram import NgramDrafter
 from paradraft.drafters.pard import PardDrafter
-from paradraft.drafters.parts import calibration
+from paradraft.drafters.parts import calibration, composite
 from paradraft.drafters.parts.composite import Composite
 from paradraft.drafters.recycle import Config as RecycleConfig
 from paradraft.drafters.recycle import RecycleDrafter
@@ -50,6 +51,7 @@ from paradraft.ragged import from_lists, to_lists
 from paradraft.sampling_params import Sampling
 from paradraft.traits import Traits
 from paradraft.tree import ABSENT
+from paradraft.worth import Worth
 from tests.support.decoding import answers, committed, requests, started
 
 RUNTIME = Runtime(dtype="float64", compiled=False)
@@ -309,15 +311,43 @@ def test_a_slow_part_is_left_out_where_the_others_expect_as_much() -> None:
     union.start(Drafting(tree=Tree(budget=8)), torch.device("cpu"))
     texts = [[9, 8, 7], [5, 6] * 20]
     union.join(requests(texts), committed(*texts))
-    for number in range(40):
+    for number in range(60):
         draft = union.propose([4, 4])
         union.commit(committed([1, 100 + number], [5, 6]))
     first, second = zip(*slow.asked, strict=True)
     assert first[0] == 3 and set(first[20:]) == {2}
-    assert [number for number, length in enumerate(second) if length] == [16, 33], "it is tried again"
+    assert [number for number, length in enumerate(second) if length] == [16, 49], "it is tried less and less"
     assert draft.values is not None
     one, two = (paths_of(draft)[0][path] for path in ((1,), (1, 2)))
     assert one > 0.4 and two < 0.6 * one, "1 was always right, 2 never"
+
+
+@pytest.mark.parametrize(("plain_s", "drafting"), [(0.4, set(range(150))), (0.2, {0, 1, 18, 51, 116}), (0.0, None)])
+def test_a_part_is_left_out_where_it_is_not_worth_its_time(
+    plain_s: float, drafting: set[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards text drafters beside a draft model that does not pay on this CPU: a draft takes 0.3 s, in which a plain
+    round commits 0.75 or 1.5 tokens, and has one accepted token. The text that it reads at first is no draft's time."""
+    now_s = 0.0
+    slow = Slow(NgramConfig())
+    slow.asked = []
+
+    def propose(lengths: Sequence[int]) -> Draft:
+        nonlocal now_s
+        now_s += 0.3 * any(lengths) + 9.0 * (not slow.asked)
+        return Slow.propose(slow, lengths)
+
+    monkeypatch.setattr(slow, "propose", propose)
+    monkeypatch.setattr(composite, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    union = Composite([slow, SuffixDrafter(SuffixConfig())])
+    union.start(Drafting(tree=Tree(budget=8)), torch.device("cpu"))
+    union.join(requests([[9, 8, 7]]), committed([9, 8, 7]))
+    for number in range(150):
+        union.worth = Worth(plain_s=plain_s)
+        union.propose([4])
+        union.commit(committed([1, 100 + number]))
+    found = {number for number, (length,) in enumerate(slow.asked) if length}
+    assert found == (set(range(150)) if drafting is None else drafting)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +399,7 @@ def test_what_is_worth_verifying_is_drafted(plain: Engine, names: str, tree: Tre
     for least in (0.0, 0.2, 0.4, 1.0):
         drafter = load_drafter(names, plain.target, draft=None, runtime=RUNTIME)
         shape = tree if drafter.traits.branching == "tree" else None
-        drafter.least_value = least
+        drafter.worth = Worth(least_value=least)
         drafter.start(Drafting(tree=shape), torch.device("cpu"))
         drafter.join(requests(texts), committed(*texts))
         likeliest = Likeliest(

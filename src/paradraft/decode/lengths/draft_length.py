@@ -8,18 +8,19 @@ depending on its own tokens would bias the text.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from paradraft.core import EVEN, Draft, Request
+from paradraft.core import Draft, Request
 from paradraft.decode.lengths.expected_length import Expected
 from paradraft.decode.lengths.valued_drafts import ValuedDrafts
 from paradraft.decode.stats import RoundOutput
 from paradraft.parents import ancestors
 from paradraft.traits import Traits
 from paradraft.tree import Tree
+from paradraft.worth import Worth
 
 
 class LengthPolicy(Protocol):
@@ -33,12 +34,8 @@ class LengthPolicy(Protocol):
     """Whether it runs plain rounds now and then, to compare."""
 
     @property
-    def least_value(self) -> float:
-        """See `Drafter.least_value`; of the round for which it was asked last."""
-
-    @property
-    def odds(self) -> Mapping[int, float]:
-        """See `Drafter.odds`."""
+    def worth(self) -> Worth:
+        """That of drafts in the round for which `next` was called last."""
 
     def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
         """Begins with an empty batch; learnt statistics may stay.
@@ -70,8 +67,7 @@ class Fixed:
 
     wants_confidence = False
     runs_plain = False
-    least_value = 0.0
-    odds = EVEN
+    worth = Worth()
 
     def __init__(self, k: int) -> None:
         self.k = k

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paradraft.core import EVEN, Draft, Request
+from paradraft.core import Draft, Request
 from paradraft.decode.lengths.acceptance_shares import AcceptanceShares
 from paradraft.decode.lengths.round_costs import RoundCosts
 from paradraft.decode.stats import RoundOutput
 from paradraft.ragged import upload
 from paradraft.tree import Tree
+from paradraft.worth import Worth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,7 @@ class Expected:
 
     wants_confidence = False
     runs_plain = True
-    least_value = 0.0
-    odds = EVEN
+    worth = Worth()
 
     GAIN = 1.05
     """Speedup over plain decoding at which drafting begins; above 1 because times and shares are uncertain."""

@@ -156,6 +156,10 @@ class RoundCosts:
         """`seconds` without the drafter's; see `PassTimes.hopeful`."""
         return self._pass_of(self._size(rows, nodes), hopeful=hopeful)
 
+    def plain_now_s(self, rows: int) -> float:
+        """The expected time of a plain round as fast as the machine is now."""
+        return self.pass_s(rows, []) * self._slowness
+
     def _pass_of(self, size: float, *, hopeful: bool) -> float:
         return (self._target_s.hopeful(size) if hopeful else self._target_s.of(size)) + self._other_s
 

@@ -36,7 +36,7 @@ class Trust:
 
     @property
     def odds(self) -> Mapping[int, float]:
-        """The factors, which drafters apply (`Drafter.odds`)."""
+        """The factors, which drafters apply (`Worth.odds`)."""
         return {part: round(math.exp(weight), 2) for part, weight in self._weights.items()}
 
     def learn(self, draft: Draft, committed: Sequence[Sequence[int]]) -> None:

@@ -6,7 +6,7 @@ chance of each node (`Draft.values`) knows more: it may be sure of eight tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from paradraft.decode.lengths.round_costs import RoundCosts
 from paradraft.decode.lengths.trust import Trust
 from paradraft.decode.stats import RoundOutput
 from paradraft.tree import Tree
+from paradraft.worth import Worth
 
 
 def most_worth(
@@ -150,16 +151,13 @@ class ValuedDrafts:
         return [0 if is_plain else self.k] * self._rows
 
     @property
-    def least_value(self) -> float:
-        """The value below which no best node pays, however many follow it: see `most_worth`."""
-        if self._number % self.UNBOUNDED == 0 or not self._costs.knows_plain(self._rows):
-            return 0.0
-        return self._rows * self._costs.least_more(self._rows, hopeful=self._may_try)
-
-    @property
-    def odds(self) -> Mapping[int, float]:
-        """Those of `Trust`."""
-        return self._trust.odds
+    def worth(self) -> Worth:
+        """The least value is the one below which no best node pays, however many follow it: see `most_worth`."""
+        if not self._costs.knows_plain(self._rows):
+            return Worth(odds=self._trust.odds)
+        is_bounded = self._number % self.UNBOUNDED != 0
+        least = self._rows * self._costs.least_more(self._rows, hopeful=self._may_try) if is_bounded else 0.0
+        return Worth(least_value=least, odds=self._trust.odds, plain_s=self._costs.plain_now_s(self._rows))
 
     @property
     def _may_try(self) -> bool:

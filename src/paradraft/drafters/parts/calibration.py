@@ -6,7 +6,8 @@ models and on the text, so it is counted, by confidence.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import statistics
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from paradraft.core import Draft
@@ -25,7 +26,10 @@ MEMORY = 0.98
 FIRST, FIRST_PRIOR = 2.0, 2.0
 """Accepted tokens of a draft before any is known, and the weight of this guess in drafts."""
 AGAIN = 16
-"""Rounds without a draft after which one is made, to see how long it would be."""
+"""Rounds without a draft after which one is made, to see how long it would be; twice as many after each that does not
+pay."""
+LAST = 8
+"""Number of times whose median is the drafter's."""
 
 
 class RowCalibration:
@@ -42,8 +46,10 @@ class RowCalibration:
     def __init__(self) -> None:
         self._totals = FIRST * FIRST_PRIOR, FIRST_PRIOR
         """Accepted tokens and number of drafts; older ones weigh less."""
-        self.skipped = 0
-        """Rounds since the last draft."""
+        self.skipped, self.again = 0, AGAIN
+        """Rounds since the last draft, and those after which one is made."""
+        self.is_read = False
+        """Whether the last round had a draft, so that the drafter has read the text."""
         self._was = [PRIOR * (index + 0.5) / BINS for index in range(BINS)]
         self._could = [PRIOR] * BINS
         """By confidence, tokens after accepted ones, and those of them that were accepted."""
@@ -107,6 +113,10 @@ class Calibration:
     def __init__(self, *, is_slow: bool) -> None:
         self._is_slow = is_slow
         self._rows: list[RowCalibration] = []
+        self._seconds: deque[float] = deque(maxlen=LAST)
+        """Times of the last drafts of a row, without those for which texts had to be read."""
+        self._timed = 0
+        """Rows that draft in this round, if all have been read."""
 
     def start(self) -> None:
         """Drops all rows."""
@@ -120,20 +130,39 @@ class Calibration:
         """Drops and reorders rows."""
         self._rows = [self._rows[row] for row in rows]
 
-    def lengths(self, lengths: Sequence[int], expected: Sequence[float]) -> list[int]:
-        """The largest depth of each row's draft: 0 where other drafts are expected to have as many accepted tokens.
+    def lengths(self, lengths: Sequence[int], expected: Sequence[float], plain_s: float) -> list[int]:
+        """The largest depth of each row's draft: 0 where it is not worth its time beside the other drafts.
+
+        It is if it has more accepted tokens, by more than plain rounds commit in its time.
 
         Args:
             lengths: the largest depths that are asked for.
             expected: accepted tokens of the other drafts.
+            plain_s: time of a plain round of all rows, in seconds; 0 if it is unknown.
         """
-        asked = []
+        plain_tokens = len(lengths) * statistics.median(self._seconds) / plain_s if self._seconds and plain_s else 0.0
+        asked, were_read = [], True
         for row, k, others in zip(self._rows, lengths, expected, strict=True):
-            is_left_out = others >= row.accepted and row.skipped < AGAIN
+            if not k:
+                row.is_read = False
+                asked.append(0)
+                continue
+            pays = row.accepted > others + plain_tokens
+            is_left_out = not pays and row.skipped < row.again
+            if not is_left_out:
+                row.again = AGAIN if pays else 2 * row.again
             row.skipped = row.skipped + 1 if is_left_out else 0
             most = round(row.accepted) + 1 if self._is_slow else k
             asked.append(0 if is_left_out else min(k, most))
+            were_read &= row.is_read or not asked[-1]
+            row.is_read = asked[-1] > 0
+        self._timed = sum(map(bool, asked)) if were_read else 0
         return asked
+
+    def add_time(self, seconds: float) -> None:
+        """Adds the time of the drafts of this round."""
+        if self._timed:
+            self._seconds.append(seconds / self._timed)
 
     def nodes(self, draft: Draft, lengths: Sequence[int], factor: float) -> list[list[Node]]:
         """The nodes of each row of a draft, no deeper than was asked for; see `RowCalibration.nodes`."""

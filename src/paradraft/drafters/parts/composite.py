@@ -9,6 +9,7 @@ rule.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -36,8 +37,8 @@ class Composite(Estimating):
     """Drafts the union of the drafts of its parts: the nodes of largest value.
 
     Parts that estimate draft trees if they can, the others chains of at most K tokens, whose values are learnt
-    (`Calibration`). A part that does not estimate, such as a draft model, takes longer; it is left out of the rows for
-    which the others expect as many accepted tokens. A part that drafts at most `max_k` is asked for no more.
+    (`Calibration`). A part that does not estimate, such as a draft model, takes longer; it is left out of the rows in
+    which its drafts are not worth their time. A part that drafts at most `max_k` is asked for no more.
 
     Raises:
         ValueError: a part decides the size of its drafts, see `traits_of_union`.
@@ -87,11 +88,13 @@ class Composite(Estimating):
         if not any(lengths) and not self._calibrations:
             return [[] for _ in lengths]
         for part in self._in_turn:
-            part.least_value, part.odds = self.least_value, {0: self.odds.get(self.parts.index(part), 1.0)}
+            part.worth = self.worth.of_part(self.parts.index(part))
             asked = lengths if part.max_k is None else [min(length, part.max_k) for length in lengths]
             if (calibration := self._calibrations.get(part)) is not None:  # in plain rounds too it reads the text
-                asked = calibration.lengths(asked, expected)
-                rows = calibration.nodes(self._proposed(part, asked), asked, part.odds[0])
+                asked = calibration.lengths(asked, expected, part.worth.plain_s)
+                begun_s = time.perf_counter()
+                rows = calibration.nodes(self._proposed(part, asked), asked, part.worth.factor)
+                calibration.add_time(time.perf_counter() - begun_s)
             elif isinstance(part, Estimating):
                 rows = part.grow(asked)
             else:

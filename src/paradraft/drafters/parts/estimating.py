@@ -41,7 +41,7 @@ class Estimating(Drafter):
     def grow(self, lengths: Sequence[int]) -> list[list[Node]]:
         """The nodes of each row, parents before children, of values that do not rise.
 
-        Where no value reaches `least_value` there need not be any.
+        Where no value reaches `worth.least_value` there need not be any.
 
         Args:
             lengths: largest depth of each row's draft; 0 for no draft.
@@ -66,11 +66,6 @@ class Estimating(Drafter):
             values=[[node.value for node in nodes] for nodes in rows],
             parts=[[node.part for node in nodes] for nodes in rows],
         )
-
-    @property
-    def factor(self) -> float:
-        """The factor of the odds of its chances; not for unions."""
-        return self.odds.get(0, 1.0)
 
 
 Place = TypeVar("Place")

@@ -90,7 +90,7 @@ class Run:
         for index in range(rounds):
             (k,) = self.policy.next()
             chances = [now / before for before, now in itertools.pairwise([1.0, *drafts[index % len(drafts)]])][:k]
-            factor, least = self.policy.odds.get(0, 1.0), self.policy.least_value
+            factor, least = self.policy.worth.factor, self.policy.worth.least_value
             self.least.append(least)
             nodes_of_draft = chain_of([1] * len(chances), [at_odds(chance, factor) for chance in chances])
             values = [node.value for node in nodes_of_draft if node.value >= least]
