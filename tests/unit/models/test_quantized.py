@@ -36,7 +36,7 @@ FORMATS = [
     if group == 32 or NumberKind.PRODUCTS not in kinds or group == 16
 ]
 """All that there are kernels for."""
-ROWS = [1, 2, 3, 4, 5, 6, 7, 9, 13, 26]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 9, 13, 26, 50]
 """Of products: all numbers that kernels have code for, and those that are cut into some of these."""
 
 

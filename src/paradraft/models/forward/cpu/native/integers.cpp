@@ -2,6 +2,8 @@
 
 #include "integers.h"
 
+#include <vector>
+
 typedef int8_t Quads __attribute__((vector_size(LANES * 4))); // four numbers in each lane
 
 // In each lane, the products of four weights with four inputs, added to a sum.
@@ -143,11 +145,27 @@ static inline Integers load_bytes(const uint8_t* from) {
 #endif
 }
 
-/// A header with numbers in the order in which blocks are read, known when kernels are compiled. `GROUPS` are those of a block
-/// that have scales in it: 0 where an output has one scale.
-template <int GROUPS, NumberKind SCALES, NumberKind OFFSETS> struct Scheme {
+/// How blocks and their headers are stored, known when kernels are compiled. `GROUPS` are those of a block that have scales in
+/// its header: 0 where an output has one scale.
+template <int BITS_, int GROUPS, NumberKind SCALES, NumberKind OFFSETS> struct Stored {
+    static constexpr int BITS = BITS_;
     static constexpr bool HAS_SCALES = GROUPS > 0, HAS_OFFSETS = OFFSETS != NONE;
+    static constexpr bool HAS_PRODUCTS = SCALES == PRODUCTS;
     static constexpr int PARTS = GROUPS == 2 ? 2 : 1; // that a block is cut into
+
+    /// Four weights of some outputs, and of a block whose values begin at `from`.
+    static Quads weights(const uint8_t* from, int quad, int64_t output) {
+        if constexpr (BITS == 8) return load_quads(from + (quad * N_TILE + output) * 4);
+        Bits nibbles = (same_bits<Bits>(load_quads(from + (quad / 2 * N_TILE + output) * 4)) >> (quad % 2 * 4)) & 0x0f0f0f0fu;
+        if constexpr (BITS == 5 || BITS == 6) {
+            constexpr int MORE = BITS - 4, QUADS_OF_A_WORD = 8 / MORE;
+            const uint8_t* upper = from + BLOCK / 2 * N_TILE + (quad / QUADS_OF_A_WORD * N_TILE + output) * 4;
+            Bits word = same_bits<Bits>(load_quads(upper));
+            int shift = 4 - quad % QUADS_OF_A_WORD * MORE;
+            nibbles |= (shift < 0 ? word >> -shift : word << shift) & (0x10101010u * ((1 << MORE) - 1));
+        }
+        return (Quads)nibbles;
+    }
 
     /// The scales of some outputs for a part of a block; `block` counts from the header on.
     static Vector scales(const uint8_t* header, int block, int part, int64_t output) {
@@ -186,27 +204,50 @@ template <int GROUPS, NumberKind SCALES, NumberKind OFFSETS> struct Scheme {
     }
 };
 
-/// Four weights of some outputs, and of a block whose values begin at `from`.
-template <int BITS> static inline Quads weights_of(const uint8_t* from, int quad, int64_t output) {
-    if constexpr (BITS == 8) return load_quads(from + (quad * N_TILE + output) * 4);
-    Bits nibbles = (same_bits<Bits>(load_quads(from + (quad / 2 * N_TILE + output) * 4)) >> (quad % 2 * 4)) & 0x0f0f0f0fu;
-    if constexpr (BITS == 5 || BITS == 6) {
-        constexpr int MORE = BITS - 4, QUADS_OF_A_WORD = 8 / MORE;
-        const uint8_t* upper = from + BLOCK / 2 * N_TILE + (quad / QUADS_OF_A_WORD * N_TILE + output) * 4;
-        Bits word = same_bits<Bits>(load_quads(upper));
-        int shift = 4 - quad % QUADS_OF_A_WORD * MORE;
-        nibbles |= (shift < 0 ? word >> -shift : word << shift) & (0x10101010u * ((1 << MORE) - 1));
+/// A block whose weights are bytes, and whose scales and offsets are floats.
+struct UnpackedBlock {
+    uint8_t values[BLOCK * N_TILE];
+    float scales[2][N_TILE], offsets[N_TILE]; // of its parts
+};
+
+/// How these are read.
+template <int BITS_, int PARTS_, bool SCALES, bool OFFSETS> struct Unpacked {
+    static constexpr int BITS = BITS_, PARTS = PARTS_;
+    static constexpr bool HAS_SCALES = SCALES, HAS_OFFSETS = OFFSETS;
+
+    static Quads weights(const uint8_t* from, int quad, int64_t output) {
+        return load_quads(from + (quad * N_TILE + output) * 4);
     }
-    return (Quads)nibbles;
+    static Vector scales(const uint8_t* block, int, int part, int64_t output) {
+        return load(((const UnpackedBlock*)block)->scales[part] + output);
+    }
+    static Vector offsets(const uint8_t* block, int, int, int64_t output) {
+        return load(((const UnpackedBlock*)block)->offsets + output);
+    }
+};
+
+template <class Scheme>
+static void unpack_block(const uint8_t* header, int block, const uint8_t* values, UnpackedBlock& to) {
+    for (int64_t output = 0; output < N_TILE; output += LANES) {
+#pragma GCC unroll 8
+        for (int quad = 0; quad < QUADS; quad++) {
+            Quads weights = Scheme::weights(values, quad, output);
+            memcpy(to.values + (quad * N_TILE + output) * 4, &weights, sizeof(weights));
+        }
+        for (int part = 0; part < Scheme::PARTS; part++)
+            if constexpr (Scheme::HAS_SCALES) store(to.scales[part] + output, Scheme::scales(header, block, part, output));
+        if constexpr (Scheme::HAS_OFFSETS) store(to.offsets + output, Scheme::offsets(header, block, 0, output));
+    }
 }
 
 /// How many quads' products fit into 16 bits: each adds two of a weight and an input of at most 127.
 constexpr int quads_in_shorts(int bits) { return std::min(INT16_MAX / (2 * 127 * ((1 << bits) - 1)), QUADS); }
 
 /// Sets `sums` to the products of a block, or of one of its halves.
-template <int BITS, int PARTS, int ROWS, int COUNT>
+template <class Scheme, int ROWS, int COUNT>
 static inline void
 sum_quads(const uint8_t* values, int64_t output, int part, const RoundedBlock* inputs, Integers (&sums)[ROWS][COUNT]) {
+    constexpr int BITS = Scheme::BITS, PARTS = Scheme::PARTS;
     constexpr int IN_SHORTS = HAS_SHORTS ? std::min(quads_in_shorts(BITS), QUADS / PARTS) : 0;
     Quads shorts[ROWS][COUNT] = {};
     // From zeros, and not from what is to be taken away: a CPU clears a register by giving it another name.
@@ -218,7 +259,7 @@ sum_quads(const uint8_t* values, int64_t output, int part, const RoundedBlock* i
     for (int quad = part * (QUADS / PARTS); quad < (part + 1) * (QUADS / PARTS); quad++) {
         Quads weights[COUNT];
 #pragma GCC unroll 8
-        for (int v = 0; v < COUNT; v++) weights[v] = weights_of<BITS>(values, quad, output + v * LANES);
+        for (int v = 0; v < COUNT; v++) weights[v] = Scheme::weights(values, quad, output + v * LANES);
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
             Quads input = splat_quad(inputs[row].values + quad * 4);
@@ -240,17 +281,17 @@ sum_quads(const uint8_t* values, int64_t output, int part, const RoundedBlock* i
 
 /// Adds one block's products, times its scales, to the sums of some outputs and rows. These are not kept in registers,
 /// where more outputs then have their whole numbers: each input is loaded less often.
-template <int BITS, class Scheme, int ROWS, int COUNT>
+template <class Scheme, int ROWS, int COUNT>
 __attribute__((noinline)) static void add_block( // within its caller GCC has no registers for all whole numbers
     const uint8_t* header, int block, const uint8_t* values, int64_t output, const RoundedBlock* inputs,
     float (*__restrict sums)[N_TILE]
 ) {
-    constexpr int32_t BIAS = shift_of(BITS, Scheme::HAS_OFFSETS);
+    constexpr int32_t BIAS = shift_of(Scheme::BITS, Scheme::HAS_OFFSETS);
     Vector products[ROWS][COUNT];
 #pragma GCC unroll 2
     for (int part = 0; part < Scheme::PARTS; part++) {
         Integers totals[ROWS][COUNT];
-        sum_quads<BITS, Scheme::PARTS>(values, output, part, inputs, totals);
+        sum_quads<Scheme>(values, output, part, inputs, totals);
         Vector scales[COUNT] = {}, offsets[COUNT] = {};
 #pragma GCC unroll 8
         for (int v = 0; v < COUNT; v++) {
@@ -285,71 +326,111 @@ constexpr int vectors_at_once(int rows) {
     return 1;
 }
 
+/// Whether it pays to unpack weights before many rows are multiplied with them: where few rows are at once, and it takes time.
+template <class Scheme>
+constexpr bool is_unpacked = REGISTERS == 16 && (Scheme::BITS == 5 || Scheme::BITS == 6 || Scheme::HAS_PRODUCTS);
+constexpr int64_t MANY = 2 * ROWS_AT_ONCE; // rows, beyond which it does
+
 /// A run of blocks of a panel, and whether the first rows are multiplied with it: these ask for what follows.
 struct Piece {
     const uint8_t* from; // the first block's header
     int64_t blocks;
     Grouping grouping;
     bool is_first;
+
+    /// Calls `use` with the header and the values of each block, its number, its number in the header, and what to ask for.
+    template <bool HAS_SCALES, class Use> void each(Use use) const {
+        int64_t of_header = grouping.header_blocks(), header_bytes = grouping.header_bytes();
+        int64_t block_bytes = grouping.block_bytes(), step = block_bytes + header_bytes / of_header;
+        const uint8_t *header = from, *values = header + header_bytes, *ahead = header + PREFETCH_BYTES;
+        for (int64_t block = 0, in_header = 0; block < blocks; block++) {
+            use(header, values, block, in_header, ahead, ahead + step);
+            ahead += step;
+            values += block_bytes;
+            if (HAS_SCALES && ++in_header == of_header) {
+                header = values;
+                values += header_bytes;
+                in_header = 0;
+            }
+        }
+    }
 };
 
-template <int BITS, class Scheme, int ROWS>
-static inline void
-multiply_integer_rows(const Piece& piece, const Rounded& inputs, float (*__restrict sums)[N_TILE]) {
+template <class Scheme, int ROWS>
+static inline void multiply_stored(const Piece& piece, const Rounded& inputs, float (*__restrict sums)[N_TILE]) {
     constexpr int COUNT = vectors_at_once(ROWS), PARTS = VECTORS_PER_TILE / COUNT;
-    int64_t of_header = piece.grouping.header_blocks(), header_bytes = piece.grouping.header_bytes();
-    int64_t block_bytes = piece.grouping.block_bytes(), step = block_bytes + header_bytes / of_header;
-    const uint8_t *header = piece.from, *values = header + header_bytes;
-    const uint8_t *ahead = header + PREFETCH_BYTES, *until = ahead;
-    for (int64_t block = 0, in_header = 0; block < piece.blocks; block++) {
-        until += step;
+    const uint8_t* asked = piece.from + PREFETCH_BYTES;
+    auto multiply = [&](auto header, auto values, int64_t block, int64_t in_header, auto ahead, auto until) {
         for (int part = 0; part < PARTS; part++) {
             // Some before each part, and not unrolled: more at once would wait for each other, and products for them. They go to
             // the second cache: of types with bits in two places twice as many bytes come in the same time as in the nearest.
-            const uint8_t* last = part + 1 < PARTS ? ahead + step / PARTS : until;
-            for (; piece.is_first && ahead < last; ahead += 64) __builtin_prefetch(ahead, 0, 2);
-            add_block<BITS, Scheme, ROWS, COUNT>(
+            const uint8_t* last = part + 1 < PARTS ? asked + (until - ahead) / PARTS : until;
+            for (; piece.is_first && asked < last; asked += 64) __builtin_prefetch(asked, 0, 2);
+            add_block<Scheme, ROWS, COUNT>(
                 header, in_header, values, part * COUNT * LANES, inputs.from(0, block).all, sums
             );
         }
-        values += block_bytes;
-        if (Scheme::HAS_SCALES && ++in_header == of_header) {
-            header = values;
-            values += header_bytes;
-            in_header = 0;
-        }
-    }
+    };
+    piece.each<Scheme::HAS_SCALES>(multiply);
 }
 
-template <int BITS, class Scheme, int ROWS = ROWS_AT_ONCE>
-static inline void
-multiply_few_integers(int64_t rows, const Piece& piece, const Rounded& inputs, float (*sums)[N_TILE]) {
+template <class Scheme, int ROWS>
+static inline void multiply_unpacked(
+    const UnpackedBlock* blocks, int64_t count, const Rounded& inputs, float (*__restrict sums)[N_TILE]
+) {
+    constexpr int COUNT = vectors_at_once(ROWS);
+    using AsUnpacked = Unpacked<Scheme::BITS, Scheme::PARTS, Scheme::HAS_SCALES, Scheme::HAS_OFFSETS>;
+    for (int64_t block = 0; block < count; block++)
+        for (int64_t output = 0; output < N_TILE; output += COUNT * LANES)
+            add_block<AsUnpacked, ROWS, COUNT>(
+                (const uint8_t*)(blocks + block), 0, blocks[block].values, output, inputs.from(0, block).all, sums
+            );
+}
+
+/// Calls `multiply` with the number of rows, at most `ROWS_AT_ONCE`, as a constant.
+template <int ROWS = ROWS_AT_ONCE, class Multiply> static inline void with_rows(int64_t rows, Multiply multiply) {
     if constexpr (ROWS > 0) {
-        if (rows == ROWS) return multiply_integer_rows<BITS, Scheme, ROWS>(piece, inputs, sums);
-        return multiply_few_integers<BITS, Scheme, ROWS - 1>(rows, piece, inputs, sums);
+        if (rows == ROWS) return multiply(std::integral_constant<int, ROWS>());
+        return with_rows<ROWS - 1>(rows, multiply);
     }
 }
 
 /// At most `M_BLOCK` rows times one panel, a piece after the other, each for all rows while it is near.
-template <int BITS, class Scheme>
+template <class Scheme>
 static void multiply_in_pieces(
     const uint8_t* panel, const Grouping& grouping, const Rounded& inputs, int64_t rows, float (*sums)[N_TILE]
 ) {
     memset(sums, 0, rows * sizeof(*sums));
     int64_t groups = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, of_header = grouping.header_blocks();
     int64_t blocks = std::max(K_BLOCK / BLOCK / of_header, int64_t(1)) * of_header;
-    for (int64_t block = 0; block < inputs.blocks; block += blocks)
+    thread_local std::vector<UnpackedBlock> unpacked;
+    for (int64_t block = 0; block < inputs.blocks; block += blocks) {
+        Piece piece = {panel + grouping.bytes(block), std::min(blocks, inputs.blocks - block), grouping, true};
+        if constexpr (is_unpacked<Scheme>)
+            if (rows > MANY) {
+                unpacked.resize(std::max(unpacked.size(), size_t(blocks)));
+                piece.each<Scheme::HAS_SCALES>([&](auto header, auto values, int64_t at, int64_t in_header, auto ahead, auto until) {
+                    for (; ahead < until; ahead += 64) __builtin_prefetch(ahead, 0, 2);
+                    unpack_block<Scheme>(header, in_header, values, unpacked[at]);
+                });
+            }
         for (int64_t group = 0; group < groups; group++) {
             Span few(rows, group, groups);
-            Piece piece = {panel + grouping.bytes(block), std::min(blocks, inputs.blocks - block), grouping, group == 0};
             Rounded from = inputs.from(few.first, block);
-            multiply_few_integers<BITS, Scheme>(few.last - few.first, piece, from, sums + few.first);
+            piece.is_first = group == 0;
+            with_rows(few.last - few.first, [&](auto count) {
+                constexpr int ROWS = decltype(count)::value;
+                if (is_unpacked<Scheme> && rows > MANY)
+                    multiply_unpacked<Scheme, ROWS>(unpacked.data(), piece.blocks, from, sums + few.first);
+                else multiply_stored<Scheme, ROWS>(piece, from, sums + few.first);
+            });
         }
+    }
 }
 
 using Kernel = void (*)(const uint8_t*, const Grouping&, const Rounded&, int64_t, float (*)[N_TILE]);
 template <int BITS, int GROUPS, NumberKind SCALES, NumberKind OFFSETS = NONE>
-static constexpr Kernel kernel = multiply_in_pieces<BITS, Scheme<GROUPS, SCALES, OFFSETS>>;
+static constexpr Kernel kernel = multiply_in_pieces<Stored<BITS, GROUPS, SCALES, OFFSETS>>;
 
 /// The kernel for weights that are stored in a way; null where none are.
 static Kernel kernel_of(const Grouping& grouping) {

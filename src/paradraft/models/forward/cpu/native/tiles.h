@@ -7,7 +7,7 @@ constexpr int VECTORS_PER_TILE = 4;                 // vectors of a panel
 constexpr int M_REG = 6;              // rows that are multiplied with a panel at once
 constexpr int64_t N_TILE = VECTORS_PER_TILE * LANES; // outputs of a panel
 
-constexpr int64_t M_BLOCK = 4 * M_REG;  // rows between which a piece of a panel stays in the nearest cache
+constexpr int64_t M_BLOCK = (REGISTERS == 16 ? 8 : 4) * M_REG;  // rows between which a piece of a panel stays in the nearest cache
 constexpr int64_t K_BLOCK = 128;          // inputs of such a piece
 constexpr int64_t PREFETCH_BYTES = 16384;        // bytes that are asked for before they are read, beyond what CPUs do by themselves
 
