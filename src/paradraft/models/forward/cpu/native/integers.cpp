@@ -319,7 +319,7 @@ __attribute__((noinline)) static void add_block( // within its caller GCC has no
 }
 
 /// How many rows are multiplied with a panel at once, and how many of its vectors, so that whole numbers stay in registers.
-constexpr int ROWS_AT_ONCE = REGISTERS == 32 ? 12 : 4;
+constexpr int ROWS_AT_ONCE = REGISTERS == 32 ? 12 : 5;
 constexpr int vectors_at_once(int rows) {
     for (int count = VECTORS_PER_TILE; count > 1; count /= 2)
         if ((rows + 2) * count + 2 <= REGISTERS) return count;
@@ -401,13 +401,14 @@ static void multiply_in_pieces(
     const uint8_t* panel, const Grouping& grouping, const Rounded& inputs, int64_t rows, float (*sums)[N_TILE]
 ) {
     memset(sums, 0, rows * sizeof(*sums));
+    bool are_unpacked = is_unpacked<Scheme> && rows > MANY;
     int64_t groups = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, of_header = grouping.header_blocks();
     int64_t blocks = std::max(K_BLOCK / BLOCK / of_header, int64_t(1)) * of_header;
     thread_local std::vector<UnpackedBlock> unpacked;
     for (int64_t block = 0; block < inputs.blocks; block += blocks) {
         Piece piece = {panel + grouping.bytes(block), std::min(blocks, inputs.blocks - block), grouping, true};
         if constexpr (is_unpacked<Scheme>)
-            if (rows > MANY) {
+            if (are_unpacked) {
                 unpacked.resize(std::max(unpacked.size(), size_t(blocks)));
                 piece.each<Scheme::HAS_SCALES>([&](auto header, auto values, int64_t at, int64_t in_header, auto ahead, auto until) {
                     for (; ahead < until; ahead += 64) __builtin_prefetch(ahead, 0, 2);
@@ -420,9 +421,10 @@ static void multiply_in_pieces(
             piece.is_first = group == 0;
             with_rows(few.last - few.first, [&](auto count) {
                 constexpr int ROWS = decltype(count)::value;
-                if (is_unpacked<Scheme> && rows > MANY)
-                    multiply_unpacked<Scheme, ROWS>(unpacked.data(), piece.blocks, from, sums + few.first);
-                else multiply_stored<Scheme, ROWS>(piece, from, sums + few.first);
+                if constexpr (is_unpacked<Scheme>)
+                    if (are_unpacked)
+                        return multiply_unpacked<Scheme, ROWS>(unpacked.data(), piece.blocks, from, sums + few.first);
+                multiply_stored<Scheme, ROWS>(piece, from, sums + few.first);
             });
         }
     }
