@@ -4,12 +4,12 @@
         --drafters suffix,suffix+recycle --alone recycle --temperatures 0,0.8 --costs FILE --json FILE
 
 "measured": all drafters and plain decoding answer a prompt after each other, another one first each time, with their
-default draft lengths; speedups are without the prompts, of all answers together and of the median one, which a burst of
-other work changes less. "budget": every round drafts a tree of as many nodes, or a
-chain of as many tokens, whatever it costs; tokens a pass do not depend on the machine then. With "costs" the policy has
-default lengths, but sees the times of passes in a file of `pass_costs.py`, measured on another machine. Speedups are of
-the passes alone, and with the drafter's time as measured here. Under the match rule all have the same text, which is
-checked.
+default draft lengths; speedups are without the prompts: of all answers together; of the median answer; and "steady",
+where every round has the median time of all drafters' rounds with as many nodes, so that a burst of other work beside
+one drafter does not count. "budget": every round drafts a tree of as many nodes, or a chain of as many tokens, whatever
+it costs; tokens a pass do not depend on the machine then. With "costs" the policy has default lengths, but sees the
+times of passes in a file of `pass_costs.py`, measured on another machine. Speedups are of the passes alone, and with
+the drafter's time as measured here. Under the match rule all have the same text, which is checked.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import json
 import operator
 import statistics
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,15 @@ class Paced:
     def __init__(self, engine: Engine, cost: Callable[[int], float] | None) -> None:
         self._observe, self._cost = engine.lengths.observe, cost
         self.pass_s = self.draft_s = 0.0
+        self.sizes_s: list[tuple[int, float]] = []
+        """Nodes and time of each round, without the drafter's."""
         self.nodes = self.rounds = self.tokens = 0
         engine.lengths.observe = self.observe  # type: ignore[method-assign]  # which calls the policy's
 
     def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
         """Takes the place of the policy's."""
         (nodes,), (tokens,) = output.nodes, output.tokens
+        self.sizes_s.append((nodes, verify_s + other_s))
         verify_s = verify_s if self._cost is None else self._cost(1 + nodes) / 1e3
         self.pass_s, self.draft_s = self.pass_s + verify_s, self.draft_s + draft_s
         self.nodes, self.rounds, self.tokens = self.nodes + nodes, self.rounds + 1, self.tokens + len(tokens)
@@ -104,10 +108,12 @@ def measured(asker: Asker, engines: dict[str, Engine], temperature: float) -> tu
     seconds = {
         name: [answer.stats.total_s - answer.stats.prefill_s for answer in each] for name, each in answers.items()
     }
+    steady_s = steady(paced)
     found = {
         name: {
             **paced[name].figures(),
             "speedup": sum(seconds[PLAIN]) / sum(own),
+            "steady_speedup": steady_s[PLAIN] / steady_s[name],
             "median_speedup": statistics.median(map(operator.truediv, seconds[PLAIN], own)),
             "draft_share": paced[name].draft_s / sum(own),
             "seconds": own,
@@ -115,6 +121,16 @@ def measured(asker: Asker, engines: dict[str, Engine], temperature: float) -> tu
         for name, own in seconds.items()
     }
     return found, texts
+
+
+def steady(paced: dict[str, Paced]) -> dict[str, float]:
+    """The time of the rounds of all drafters, if those with as many nodes all took as long."""
+    of_size = defaultdict(list)
+    for each in paced.values():
+        for nodes, round_s in each.sizes_s:
+            of_size[nodes].append(round_s)
+    typical_s = {nodes: statistics.median(times) for nodes, times in of_size.items()}
+    return {name: sum(typical_s[nodes] for nodes, _ in each.sizes_s) + each.draft_s for name, each in paced.items()}
 
 
 def counted(asker: Asker, engine: Engine, temperature: float, texts: list[list[int]], cost: Any) -> dict[str, float]:
