@@ -322,32 +322,84 @@ def test_a_slow_part_is_left_out_where_the_others_expect_as_much() -> None:
     assert one > 0.4 and two < 0.6 * one, "1 was always right, 2 never"
 
 
-@pytest.mark.parametrize(("plain_s", "drafting"), [(0.4, set(range(150))), (0.2, {0, 1, 18, 51, 116}), (0.0, None)])
-def test_a_part_is_left_out_where_it_is_not_worth_its_time(
-    plain_s: float, drafting: set[int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards text drafters beside a draft model that does not pay on this CPU: a draft takes 0.3 s, in which a plain
-    round commits 0.75 or 1.5 tokens, and has one accepted token. The text that it reads at first is no draft's time."""
-    now_s = 0.0
-    slow = Slow(NgramConfig())
+class Timed(Slow):
+    """A draft takes 0.3 s, and before it 0.02 s for each token that the drafter has not read."""
+
+    now_s, unread, goes_on = 0.0, 0, False
+
+    def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
+        if any(lengths):
+            self.now_s += 0.3 + 0.02 * self.unread * (not self.goes_on)
+            self.unread = 0
+        self.goes_on = any(lengths)
+        return super().propose(lengths, after)
+
+
+def timed_union(monkeypatch: pytest.MonkeyPatch) -> tuple[Timed, Composite]:
+    slow = Timed(NgramConfig())
     slow.asked = []
-
-    def propose(lengths: Sequence[int]) -> Draft:
-        nonlocal now_s
-        now_s += 0.3 * any(lengths) + 9.0 * (not slow.asked)
-        return Slow.propose(slow, lengths)
-
-    monkeypatch.setattr(slow, "propose", propose)
-    monkeypatch.setattr(composite, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    monkeypatch.setattr(composite, "time", SimpleNamespace(perf_counter=lambda: slow.now_s))
     union = Composite([slow, SuffixDrafter(SuffixConfig())])
     union.start(Drafting(tree=Tree(budget=8)), torch.device("cpu"))
-    union.join(requests([[9, 8, 7]]), committed([9, 8, 7]))
-    for number in range(150):
+    return slow, union
+
+
+def drafting_rounds(slow: Timed, union: Composite, rounds: int, plain_s: float) -> set[int]:
+    """The rounds of one row in which the slow part drafts; each has one accepted token."""
+    slow.asked = []
+    for number in range(rounds):
         union.worth = Worth(plain_s=plain_s)
         union.propose([4])
         union.commit(committed([1, 100 + number]))
-    found = {number for number, (length,) in enumerate(slow.asked) if length}
-    assert found == (set(range(150)) if drafting is None else drafting)
+        slow.unread += 2
+    return {number for number, (length,) in enumerate(slow.asked) if length}
+
+
+@pytest.mark.parametrize(("plain_s", "drafting"), [(0.4, set(range(300))), (0.2, {0, 1, 18, 263}), (0.0, None)])
+def test_a_part_is_left_out_where_it_is_not_worth_its_time(
+    plain_s: float, drafting: set[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards text drafters beside a draft model that does not pay on this CPU: in a draft's time a plain round commits
+    0.75 or 1.5 tokens, and the draft has one accepted token. Trials, with what they read, are 2 % of the time."""
+    slow, union = timed_union(monkeypatch)
+    slow.unread = 3
+    union.join(requests([[9, 8, 7]]), committed([9, 8, 7]))
+    found = drafting_rounds(slow, union, 300, plain_s)
+    assert found == (set(range(300)) if drafting is None else drafting)
+
+
+@pytest.mark.parametrize(
+    ("length", "limit", "read", "waits", "is_drafted"),
+    [
+        (600, 128, 0, 0, False),  # 12 s for at most 64 rounds, each of which saves 0.1 s
+        (600, 10_000, 0, 0, False),  # answers end before such limits
+        (600, 128, 580, 0, True),
+        (20, 128, 0, 0, True),
+        (20, 4, 0, 0, False),
+        (20, 40, 0, 0, True),
+        (20, 40, 0, 18, False),  # the answer is almost complete
+    ],
+)
+def test_a_long_prompt_is_read_only_if_its_answer_makes_up_for_it(
+    length: int, limit: int, read: int, waits: int, is_drafted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards edits of long texts beside a draft model that reads slowly, and next turns, whose beginning it knows."""
+    slow, union = timed_union(monkeypatch)
+    slow.unread = 100
+    before, prompt = list(range(1000, 1100)), list(range(2000, 2000 + length))
+    union.join(requests([before], limits=200), committed(before))
+    assert drafting_rounds(slow, union, 50, 0.4) == set(range(50)), "nothing is known of the first text"
+    parts, known = union.save(0, 200)
+    assert known == [100 + 2 * 49]
+    union.keep(torch.tensor([], dtype=torch.long))
+    union.join(requests([prompt], limits=limit), committed(prompt))
+    union.restore(0, (parts, [read]), length - 10)
+    slow.unread = length - read
+    for _ in range(waits):
+        union.propose([0])
+        union.commit(committed([7, 7]))
+        slow.unread += 2
+    assert bool(drafting_rounds(slow, union, 12, 0.4)) is is_drafted
 
 
 @pytest.mark.parametrize(

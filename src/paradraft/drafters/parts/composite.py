@@ -80,7 +80,7 @@ class Composite(Estimating):
         for part in self.parts:
             part.join(requests, prompt)
         for calibration in self._calibrations.values():
-            calibration.join(len(requests))
+            calibration.join(requests)
 
     def grow(self, lengths: Sequence[int]) -> list[list[Node]]:
         """The union of the parts' drafts; those that estimate come first."""
@@ -138,14 +138,17 @@ class Composite(Estimating):
         for calibration in self._calibrations.values():
             calibration.keep(rows.tolist())
 
-    def save(self, row: int, most: int) -> list[Any]:
-        """The saved rows of all parts."""
-        return [part.save(row, most) for part in self.parts]
+    def save(self, row: int, most: int) -> tuple[list[Any], list[int]]:
+        """The saved rows of all parts, and the number of tokens that those have read that may be left out."""
+        read = [calibration.save(row) for calibration in self._calibrations.values()]
+        return [part.save(row, most) for part in self.parts], read
 
-    def restore(self, row: int, saved: list[Any], shared: int) -> None:
+    def restore(self, row: int, saved: tuple[list[Any], list[int]], shared: int) -> None:
         """See `Drafter`."""
-        for part, of_part in zip(self.parts, saved, strict=True):
+        for part, of_part in zip(self.parts, saved[0], strict=True):
             part.restore(row, of_part, shared)
+        for calibration, read in zip(self._calibrations.values(), saved[1], strict=True):
+            calibration.restore(row, read, shared)
 
     def close(self) -> None:
         """See `Drafter`."""
