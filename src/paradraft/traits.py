@@ -23,7 +23,7 @@ class Traits:
         needs_drawn: whether it learns from `Committed.drawn`. Then it supports the match rule only, and
             `depends_on_rounds`.
         depends_on_rounds: whether its drafts also depend on how the committed tokens were split into rounds; on nothing
-            else.
+            else, if the length policy knows no times.
         estimates: whether its drafts have `Draft.values`. Then it draws no token (a union may), so that every rule is
             exact for its unions too.
         can_run_ahead: whether it can propose before the verdict on its last draft (PEARL).

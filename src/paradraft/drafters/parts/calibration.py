@@ -6,11 +6,12 @@ models and on the text, so it is counted, by confidence.
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict, deque
-from collections.abc import Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
-from paradraft.core import Draft, Request
+from paradraft.core import NO_LIMIT, Draft, Request
+from paradraft.drafters.parts.draft_times import DraftTimes
 from paradraft.drafters.parts.estimating import Node, at_odds
 from paradraft.parents import depths_of_row
 from paradraft.tree import ABSENT
@@ -26,39 +27,42 @@ MEMORY = 0.98
 FIRST, FIRST_PRIOR = 2.0, 2.0
 """Accepted tokens of a draft before any is known, and the weight of this guess in drafts."""
 AGAIN = 16
-"""Rounds without a draft after which one is made, to see how long it would be; twice as many after each that does not
-pay."""
-EXPLORE = 0.02
-"""The share of all time that such trials may take."""
-LAST = 8
-"""Number of times whose median is the drafter's."""
-MOST_LEFT = 128
-"""Largest expected number of remaining tokens of an answer: many end before their limit."""
+"""Without times, the rounds without a draft after which one is made, to see how long it would be; twice as many after
+each that does not pay."""
+EXPLORE, MOST_SAVED = 0.02, 64
+"""With times, the share of all time that such trials take, and the most time saved for them, in plain rounds."""
+TRIAL = 2
+"""Rounds of such a trial: the first one, which reads the text, does not show the time of a draft."""
+ANSWER, CHANGE = 128.0, 0.2
+"""Tokens of an answer before any is known, and the rate at which answers change this number."""
 
 
 class RowCalibration:
     """What is known of a row's drafts.
 
-    >>> row = RowCalibration()
+    >>> row = RowCalibration(length=3)
     >>> for _ in range(50):
     ...     nodes = row.nodes([5, 6], [-1, 0], [0.95, 0.95], 2, 1.0)
-    ...     row.learn([5, 7])
-    >>> round(row.accepted, 1), [round(node.value, 1) for node in nodes]
-    (1.0, [0.5, 0.3])
+    ...     right = row.learn([5, 7])
+    >>> round(row.accepted(2.0), 1), [round(node.value, 1) for node in nodes]
+    (1.1, [0.5, 0.3])
 
     Args:
         length: number of tokens of the prompt.
         room: most tokens that follow.
-        first: expected accepted tokens of a draft before any is known.
     """
 
-    def __init__(self, *, length: int = 0, room: int = MOST_LEFT, first: float = FIRST) -> None:
+    def __init__(self, *, length: int, room: int = NO_LIMIT) -> None:
         self.length, self.room, self.read = length, room, 0
         """Tokens of the text, most that follow, and tokens that the drafter has read."""
-        self._totals = first * FIRST_PRIOR, FIRST_PRIOR
+        self.answered = 0
+        """Tokens committed so far."""
+        self._totals = 0.0, 0.0
         """Accepted tokens and number of drafts; older ones weigh less."""
         self.skipped, self.again = 0, AGAIN
-        """Rounds since the last draft, and those after which one is made."""
+        """Rounds since the last draft, and those after which one is made, if nothing was timed."""
+        self.trial = 0
+        """Rounds left of a trial."""
         self.goes_on = False
         """Whether the last round had a draft, so that the drafter has read the text before it."""
         self._was = [PRIOR * (index + 0.5) / BINS for index in range(BINS)]
@@ -67,11 +71,23 @@ class RowCalibration:
         self._children: dict[int, list[tuple[int, int, int]]] = {}
         """By node of the last draft, its children: token, node and bin."""
 
-    @property
-    def accepted(self) -> float:
-        """Mean number of accepted tokens of a draft."""
+    def accepted(self, first: float) -> float:
+        """Mean number of accepted tokens of a draft, if `first` is that of other rows."""
         tokens, drafts = self._totals
-        return tokens / drafts
+        return (tokens + FIRST_PRIOR * first) / (drafts + FIRST_PRIOR)
+
+    @property
+    def unread(self) -> int:
+        """Tokens that the drafter reads before a draft in this round, besides those of the last one."""
+        return 0 if self.goes_on else self.length - self.read
+
+    def draft(self) -> None:
+        """A draft is made in this round."""
+        self.goes_on, self.read, self.skipped = True, self.length, 0
+
+    def pause(self) -> None:
+        """None is made."""
+        self.goes_on, self.skipped = False, self.skipped + 1
 
     def nodes(
         self,
@@ -103,6 +119,7 @@ class RowCalibration:
             The number of accepted tokens; None without a draft.
         """
         self.length, self.room = self.length + len(committed), self.room - len(committed)
+        self.answered += len(committed)
         if not self._children:
             return None
         right, at = 0, ABSENT
@@ -132,31 +149,30 @@ class Calibration:
         self._rows: list[RowCalibration] = []
         self._totals = FIRST * FIRST_PRIOR, FIRST_PRIOR
         """Accepted tokens and number of drafts of all rows, those that have left too; older ones weigh less."""
-        self._seconds: deque[float] = deque(maxlen=LAST)
-        """Times of the last drafts of a row, without those for which texts had to be read …"""
-        self._readings: deque[tuple[float, int, int]] = deque(maxlen=LAST)
-        """… and of drafts of a round with them: time, number of drafting rows, and tokens to read."""
-        self._drafting = self._unread = 0
-        """In this round the number of drafting rows, and of tokens that they read first."""
-        self._plain_s = self._lost_s = 0.0
-        """Time of a plain round, or 0; time of trials that plain rounds have not made up for."""
+        self._answer = ANSWER
+        """Mean number of tokens of the answers that have left."""
+        self._times = DraftTimes()
+        self._plain_s = self._saved_s = 0.0
+        """Time of a plain round, or 0; time that trials may take."""
+        self._drafting = self._unread = self._tried = 0
+        """In this round the number of drafting rows, of tokens that they read first, and of rows that are tried."""
 
     def start(self) -> None:
-        """Drops all rows; keeps the measured times."""
-        self._rows = []
+        """Drops all rows."""
+        self.keep([])
 
     def join(self, requests: Sequence[Request]) -> None:
-        """Adds rows. If plain rounds were timed, the rows before say how much is accepted at first."""
-        first = self._totals[0] / self._totals[1] if self._plain_s else FIRST
+        """Adds rows."""
         self._rows += [
-            RowCalibration(
-                length=len(request.tokens), room=request.max_new_tokens - request.answered, first=first
-            )
+            RowCalibration(length=len(request.tokens), room=request.max_new_tokens - request.answered)
             for request in requests
-        ]  # fmt: skip
+        ]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drops and reorders rows."""
+        for number, row in enumerate(self._rows):
+            if number not in rows and row.answered:
+                self._answer += CHANGE * (row.answered - self._answer)
         self._rows = [self._rows[row] for row in rows]
 
     def save(self, row: int) -> int:
@@ -170,48 +186,83 @@ class Calibration:
     def lengths(self, lengths: Sequence[int], expected: Sequence[float], plain_s: float) -> list[int]:
         """The largest depth of each row's draft: 0 where it is not worth its time beside the other drafts.
 
-        It is if it has more accepted tokens, by more than plain rounds commit in its time. A text that must be read
-        before is spread over the rounds that are left.
-
         Args:
             lengths: the largest depths that are asked for.
             expected: accepted tokens of the other drafts.
-            plain_s: time of a plain round of all rows, in seconds; 0 if it is unknown.
+            plain_s: time of a plain round of all rows, in seconds; 0 if it is unknown. Then nothing depends on times
+                or on other rows.
         """
-        self._plain_s, self._drafting, self._unread = plain_s, 0, 0
-        self._lost_s = max(self._lost_s - EXPLORE * plain_s, 0.0)
-        draft_s, reading_s = self._times_s()
-        asked = []
-        for row, k, others in zip(self._rows, lengths, expected, strict=True):
-            unread = 0 if row.goes_on else row.length - row.read
-            rounds_left = max(min(row.room, MOST_LEFT) / (1.0 + max(row.accepted, others)), 1.0)
-            seconds = draft_s + reading_s * unread / rounds_left
-            pays = row.accepted > others + (len(lengths) * seconds / plain_s if plain_s else 0.0)
-            if not k or (not pays and (row.skipped < row.again or self._lost_s)):
-                row.goes_on = False
-                row.skipped += k > 0
-                asked.append(0)
+        self._plain_s, first = plain_s, self._totals[0] / self._totals[1] if plain_s else FIRST
+        self._drafting = self._unread = self._tried = 0
+        accepted = [row.accepted(first) for row in self._rows]
+        wanted = [row for row, k in enumerate(lengths) if k]
+        more = {row: accepted[row] - expected[row] for row in wanted}
+        rounds = {row: 1.0 + max(accepted[row], expected[row]) for row in wanted}
+        drafting = self._by_time(more, rounds) if plain_s and self._times.are_known else self._by_rounds(more)
+        asked = [0] * len(lengths)
+        for number, row in enumerate(self._rows):
+            if number not in drafting:
+                row.pause()
                 continue
-            if not pays and plain_s:
-                self._lost_s += draft_s + reading_s * unread
-            row.again, row.skipped = AGAIN if pays else 2 * row.again, 0
-            row.goes_on, row.read = True, row.length
-            self._drafting, self._unread = self._drafting + 1, self._unread + unread
-            asked.append(min(k, round(row.accepted) + 1 if self._is_slow else k))
+            self._drafting, self._unread = self._drafting + 1, self._unread + row.unread
+            row.draft()
+            most = round(accepted[number]) + 1 if self._is_slow else lengths[number]
+            asked[number] = min(lengths[number], most)
         return asked
 
-    def _times_s(self) -> tuple[float, float]:
-        """The times of a row's draft and of reading a token; 0 before any was measured."""
-        draft_s = statistics.median(self._seconds) if self._seconds else 0.0
-        more_s = sum(seconds - rows * draft_s for seconds, rows, _ in self._readings)
-        return draft_s, max(more_s / max(sum(tokens for *_, tokens in self._readings), 1), 0.0)
+    def _by_rounds(self, more: Mapping[int, float]) -> list[int]:
+        """The rows in which drafts have more accepted tokens, and now and then another one.
+
+        Args:
+            more: by row, the accepted tokens that a draft has more than the other drafts.
+        """
+        drafting = []
+        for number, tokens in more.items():
+            row, pays = self._rows[number], tokens > 0.0
+            is_timed = bool(self._plain_s) and row.goes_on  # the second draft of an engine
+            if pays or is_timed or row.skipped >= row.again:
+                row.again = AGAIN if pays else 2 * row.again
+                drafting.append(number)
+        return drafting
+
+    def _by_time(self, more: Mapping[int, float], rounds: Mapping[int, float]) -> list[int]:
+        """The rows in which drafts have more accepted tokens than plain rounds commit in their time, and trials.
+
+        The time of a draft is shared by its rows; that of reading a text is spread over the rest of the answer.
+
+        Args:
+            more: see `_by_rounds`.
+            rounds: by row, the expected tokens of a round.
+        """
+        self._saved_s = min(self._saved_s + EXPLORE * self._plain_s, MOST_SAVED * self._plain_s)
+        per_s = len(self._rows) / self._plain_s
+        reading_s = {row: self._times.reading_s * self._rows[row].unread for row in more}
+        left = {row: max(min(self._rows[row].room, self._answer) / rounds[row], 1.0) for row in more}
+        worth = {row: tokens - per_s * reading_s[row] / left[row] for row, tokens in more.items()}
+        order = sorted(worth, key=lambda row: -worth[row])
+        sums = itertools.accumulate((worth[row] for row in order), initial=0.0)
+        whole = [tokens - per_s * self._times.draft_s(rows) * (rows > 0) for rows, tokens in enumerate(sums)]
+        drafting = order[: whole.index(max(whole))]
+        paying = len(drafting)
+        for number in drafting:
+            self._rows[number].trial = 0
+        for number in order[paying:]:
+            row, rows = self._rows[number], len(drafting) + 1
+            cost_s = TRIAL * self._times.draft_s(rows) / rows + reading_s[number]
+            if not row.trial and cost_s <= self._saved_s * (rows == paying + 1):
+                row.trial = TRIAL
+            if row.trial:
+                row.trial -= 1
+                drafting.append(number)
+        self._tried = len(drafting) - paying
+        return drafting
 
     def add_time(self, seconds: float) -> None:
         """Adds the time of the drafts of this round."""
-        if self._unread:
-            self._readings.append((seconds, self._drafting, self._unread))
-        elif self._drafting:
-            self._seconds.append(seconds / self._drafting)
+        if self._plain_s and self._drafting:
+            self._times.add(seconds, rows=self._drafting, unread=self._unread)
+            self._saved_s -= seconds * self._tried / self._drafting
+            self._saved_s = max(self._saved_s, -MOST_SAVED * self._plain_s)
 
     def nodes(self, draft: Draft, lengths: Sequence[int], factor: float) -> list[list[Node]]:
         """The nodes of each row of a draft, no deeper than was asked for; see `RowCalibration.nodes`."""

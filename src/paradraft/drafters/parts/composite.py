@@ -90,7 +90,8 @@ class Composite(Estimating):
         for part in self._in_turn:
             part.worth = self.worth.of_part(self.parts.index(part))
             asked = lengths if part.max_k is None else [min(length, part.max_k) for length in lengths]
-            if (calibration := self._calibrations.get(part)) is not None:  # in plain rounds too it reads the text
+            if (calibration := self._calibrations.get(part)) is not None:
+                # Also in plain rounds: with each call the part notes what it has cached.
                 asked = calibration.lengths(asked, expected, part.worth.plain_s)
                 begun_s = time.perf_counter()
                 rows = calibration.nodes(self._proposed(part, asked), asked, part.worth.factor)
@@ -139,7 +140,7 @@ class Composite(Estimating):
             calibration.keep(rows.tolist())
 
     def save(self, row: int, most: int) -> tuple[list[Any], list[int]]:
-        """The saved rows of all parts, and the number of tokens that those have read that may be left out."""
+        """The saved rows of all parts, and the number of tokens that each calibrated part has read."""
         read = [calibration.save(row) for calibration in self._calibrations.values()]
         return [part.save(row, most) for part in self.parts], read
 
