@@ -19,12 +19,15 @@ from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.train import recipe_class, trainee_module, trainee_names
 from paradraft.train.drafters.heads import HeadRecipe
+from paradraft.train.init.init_draft import make
+from paradraft.train.init.init_from import PrunedTarget
 from paradraft.train.objectives.batch import TrainingBatch
 from paradraft.train.recipe import Recipe
 from paradraft.train.run import launch, setup
 from paradraft.train.run.progress import Progress, Report
 from paradraft.train.trainee import Trainee
 from tests.conftest import VOCAB
+from tests.support.gguf_files import tiny_model, write_gguf
 from tests.support.quick import mostly_slow
 
 HEADS = [
@@ -123,6 +126,28 @@ def test_it_learns_from_its_own_text(family: Path, tmp_path: Path, name: str) ->
     assert torch.load(begun.out / "checkpoint" / "step-00000002" / "custom_checkpoint_0.pkl")["continued"]
     train(name, begun)
     assert result(begun.out) == result(whole.out)
+
+
+@pytest.mark.parametrize("name", trainee_names())
+def test_it_learns_from_a_file_of_few_bits(tmp_path: Path, name: str) -> None:
+    """Guards the person with one GGUF file: it teaches, it is measured with, and the drafter decodes with it."""
+    target = str(tmp_path / "target.gguf")
+    write_gguf(tmp_path / "target.gguf", tiny_model("llama"), "Q4_0")
+    kind, settings = recipe_class(trainee_module(name)), {"model": target}
+    if kind.ROLES["model"] == "draft":
+        make(target, tmp_path / "cut", PrunedTarget(layers=1), dtype="float32")
+        settings = {"model": str(tmp_path / "cut"), "teacher": target, "target": target}
+    elif name != "ppd":
+        settings |= {"loss": "forward_kl"}
+    measured = {"held_out": 1, "evaluate_every": 5, "prompts": 1, "answer_tokens": 8, "prompt_tokens": 8}
+    recipe = recipe_for(name, tmp_path, tmp_path / "out", **settings, **measured)
+    reports: list[Report] = []
+    train(name, recipe, reports.append)
+    assert reports[-1].acceptance_length >= 1
+    trainee = prepare(name, recipe).trainee
+    drafted = load(target, drafter=trainee.drafter, draft=str(recipe.out), k=trainee.k, lengths="fixed")
+    answers = [engine.generate(["hello"], max_new_tokens=24)[0] for engine in (load(target), drafted)]
+    assert answers[0].tokens == answers[1].tokens and sum(answers[1].stats.drafted) > 0
 
 
 @pytest.mark.parametrize("name", trainee_names())

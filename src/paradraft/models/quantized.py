@@ -222,6 +222,21 @@ def keep_parts(model: nn.Module) -> None:
             weight.keep_parts()
 
 
+def as_numbers(weight: Tensor) -> Tensor:
+    """A weight, quantized or not, as numbers."""
+    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+
+
+@torch.no_grad()
+def dequantize(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replaces all quantized weights by numbers, in place; all weights then have this dtype."""
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if isinstance(weight, QuantizedTensor):
+                setattr(module, name, nn.Parameter(numbers_of(weight.parts, weight.group).to(dtype)))
+    model.to(dtype)
+
+
 def rounded_inputs(inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Quantizes activations `[M, K]`.
 

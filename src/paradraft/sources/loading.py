@@ -28,6 +28,7 @@ from paradraft.models.architectures import context_of, experts_settings, spec_of
 from paradraft.models.config_check import check_architecture
 from paradraft.models.devices import device_of
 from paradraft.models.names import POCKET, check_has_weights, is_shape
+from paradraft.models.quantized import dequantize
 from paradraft.models.runtime import DTYPES, QUANTIZED, STORED, Runtime
 from paradraft.sources import gguf_config, gguf_model, hub, packed_folder
 from paradraft.sources.gguf_tokenizer import check_same_tokens, gguf_tokenizer
@@ -205,6 +206,16 @@ def load_model(
         raise ValueError(f"model {name!r}: its weights do not fit its config.json, {some_of(wrong)}")
     _warn_of_unused(set(info["unexpected_keys"]) - apart, name)
     return (model if settings else model.to(device)).eval()
+
+
+def load_numbers(name: str, runtime: Runtime) -> PreTrainedModel:
+    """Loads a causal LM as `load_model`, for training: weights that are stored in few bits become numbers."""
+    config = load_config(name)
+    if not is_in_few_bits(name, config):
+        return load_model(name, runtime, config)
+    model = load_model(name, Runtime(device=runtime.device, dtype=STORED), config)
+    dequantize(model, runtime.computed_in)
+    return model
 
 
 def _warn_of_unused(weights: Iterable[str], name: str) -> None:

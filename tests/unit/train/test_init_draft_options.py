@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from paradraft.engine.loader import load
@@ -17,6 +18,7 @@ from paradraft.train.init.init_draft import make
 from paradraft.train.init.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit
 from paradraft.train.recipe_file import load_recipe
 from tests.conftest import VOCAB, tiny_tokenizer
+from tests.support import gguf_files
 from tests.support.targets import EXACT, KINDS, read, write_model
 
 ORIGINS = {"cut": PrunedTarget(layers=2), "fresh": RandomInit(layers=1, hidden_size=16, heads=2), "sibling": None}
@@ -109,18 +111,33 @@ def test_a_failure_while_writing_leaves_nothing(
     make(target, tmp_path / "out", origin)
 
 
-def test_quantized_weights_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
-    """Guards against layers that cannot be trained; a fresh draft takes nothing of them, not even the setting."""
+def test_a_format_that_is_not_read_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    """Guards the message; a fresh draft takes nothing of such weights, not even the setting."""
     target = write_model(tmp_path / "target")
     file = tmp_path / "target" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "hqq"}}))
     (tmp_path / "target" / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="is quantized"):
+    with pytest.raises(ValueError, match="quantization_config"):
         make(target, tmp_path / "out", PrunedTarget(layers=2))
-    with pytest.raises(ValueError, match="is quantized"):
+    with pytest.raises(ValueError, match="quantization_config"):
         make(write_model(tmp_path / "whole"), tmp_path / "out", PretrainedSibling(name=target))
     make(target, tmp_path / "out", RandomInit(layers=1, hidden_size=16, heads=2), dtype="float32")
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
+def test_layers_of_a_gguf_file_become_numbers(tmp_path: Path, kind: str) -> None:
+    """Guards drafts from the one file that a user has: the cut layers are what the file says, in floats."""
+    whole = gguf_files.tiny_model("llama", width=256)
+    expected = gguf_files.write_gguf(tmp_path / "target.gguf", whole, kind)
+    made = make(str(tmp_path / "target.gguf"), tmp_path / "out", PrunedTarget(layers=1), dtype="float32")
+    assert made.layers == (0,)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    for name, weight in model.model.layers[0].named_parameters():
+        wanted = expected.model.layers[0].get_parameter(name)
+        torch.testing.assert_close(weight, wanted, rtol=1e-6, atol=1e-7, msg=name)
+    recipe = yaml.safe_load((tmp_path / "out" / "pard.yaml").read_text())
+    assert recipe["teacher"] == str(tmp_path / "target.gguf")
 
 
 def test_sliding_windows_are_refused(tmp_path: Path) -> None:
@@ -132,7 +149,7 @@ def test_sliding_windows_are_refused(tmp_path: Path) -> None:
 
 def test_the_recipes_fit_the_models(tmp_path: Path) -> None:
     """Guards recipes that the training would refuse: their samples leave room for the answers that measure a drafter,
-    and a target whose weights are of few bits measures and does not teach."""
+    and a target whose weights are of few bits teaches like any other."""
     target = write_model(tmp_path / "target")
     made = make(target, tmp_path / "out", PrunedTarget(layers=2))
     ordinary, pard = (load_recipe(PardRecipe, file, []) for file in made.recipes)
@@ -143,7 +160,7 @@ def test_the_recipes_fit_the_models(tmp_path: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
     made = make(target, tmp_path / "fresh", RandomInit(layers=1, hidden_size=16, heads=2), dtype="float32")
     pard = load_recipe(PardRecipe, made.recipes[-1], [])
-    assert (pard.teacher, pard.target, pard.divergence) == (None, target, None)
+    assert (pard.teacher, pard.target, pard.divergence) == (target, None, "forward_kl")
 
 
 def test_sampling_settings_without_do_sample_are_written(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paradraft.data.samples import Sample
-from paradraft.sources.loading import load_skeleton, load_tokenizer
+from paradraft.sources.loading import load_tokenizer
 from paradraft.train import memory
 from paradraft.train.drafters.pard import PardRecipe, drafter_skeleton
 from paradraft.train.objectives.batch import Drop, collate
@@ -116,12 +116,11 @@ def test_weights_are_counted_as_they_will_be_loaded(
         tokenizer=load_tokenizer(draft), samples=[], longest=1, largest=1, device=cpu, bf16=True, samples_per_pass=1,
         measures=True,
     )  # fmt: skip
-    teachers = [load_skeleton(target)]
-    weights = memory.weight_bytes(recipe, memory.parameters_of(skeleton), data, frozen=teachers)
+    weights = memory.weight_bytes(recipe, memory.parameters_of(skeleton), data, frozen=[target])
     found = memory.estimate(recipe, skeleton, weights=weights, **sizes)
     assert found.models == loaded
     assert found == memory.estimate(recipe, model, weights=loaded, **sizes)
     unmeasured = memory.weight_bytes(
-        recipe, memory.parameters_of(skeleton), replace(data, measures=False), frozen=teachers
+        recipe, memory.parameters_of(skeleton), replace(data, measures=False), frozen=[target]
     )
     assert unmeasured == bytes_of(model) + bytes_of(teacher.model)

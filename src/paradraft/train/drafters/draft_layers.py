@@ -21,6 +21,7 @@ from torch.nn.functional import smooth_l1_loss
 from paradraft.drafters.parts.draft_layers import layers_like, side_by_side
 from paradraft.drafters.parts.previous_token import MOST_RANK, new_head
 from paradraft.models.forward import FINAL_NORM
+from paradraft.models.quantized import as_numbers
 from paradraft.sources.loading import load_config, locate
 from paradraft.train import memory
 from paradraft.train.drafters.heads import (
@@ -115,7 +116,8 @@ class LayersObjective(HeadObjective):
             source = base.layers[: recipe.layers] if recipe.init == "first" else base.layers[-recipe.layers :]
             for own, layer in zip(body.layers, source, strict=True):
                 names = own.state_dict().keys()  # Mistral's layers lack some weights that the target's may have
-                own.load_state_dict({name: weight for name, weight in layer.state_dict().items() if name in names})
+                weights = {name: as_numbers(weight) for name, weight in layer.named_parameters() if name in names}
+                own.load_state_dict(weights)
         if recipe.final_norm:
             body.norm.load_state_dict(base.norm.state_dict())
         else:
@@ -214,7 +216,8 @@ class MaskEmbeddings(nn.Module):
         super().__init__()
         masks = max(recipe.k - 1, 1) if recipe.distinct_masks else 1
         embed = target.model.get_input_embeddings()
-        mean_D = embed.weight.detach().float().mean(0) * getattr(embed, "scalar_embed_scale", 1.0)  # Gemma's
+        scale = getattr(embed, "scalar_embed_scale", 1.0)  # Gemma's
+        mean_D = as_numbers(embed.weight).detach().float().mean(0) * scale
         self.embeddings = nn.Parameter(mean_D.repeat(masks, 1))
         is_learned = reads_states and recipe.mask_state == "learned"
         self.state = nn.Parameter(torch.zeros_like(mean_D)) if is_learned else None

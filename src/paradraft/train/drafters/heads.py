@@ -22,16 +22,18 @@ from paradraft.formats.folder import whole_folder
 from paradraft.formats.head import Head, TargetIdentity, read_checkpoint, write_head
 from paradraft.models.architectures import context_of
 from paradraft.models.forward import FINAL_NORM
-from paradraft.models.output_head import logits_of, sizes_of
+from paradraft.models.output_head import sizes_of
 from paradraft.models.quantization import store_in_nf4
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.sources.loading import load_model, load_skeleton, locate
+from paradraft.sources.loading import is_in_few_bits, load_config, load_numbers, load_skeleton, locate
+from paradraft.sources.target_loading import load_target
 from paradraft.text.vocabulary import check_rows, used_rows
 from paradraft.train import memory
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
 from paradraft.train.objectives.losses import Divergence
 from paradraft.train.objectives.objective import LOGITS, loss_of_rows
+from paradraft.train.objectives.pass_teacher import PassTeacher
 from paradraft.train.objectives.teacher import FeatureCache, Teacher
 from paradraft.train.recipe import Recipe
 from paradraft.train.trainee import RunData
@@ -132,7 +134,7 @@ class HeadObjective(nn.Module):
 
     def head(self, hidden_mD: Tensor, depths_m: Tensor) -> Tensor:
         """Returns logits `[m, V]` of rows of depths `[m]`; by default by the target's head."""
-        return logits_of(self.target.model, hidden_mD)
+        return self.target.logits(hidden_mD)
 
     def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly."""
@@ -257,19 +259,28 @@ def begin_with(objective: HeadObjective, drafter: str, start: str) -> None:
         weight.copy_(head.weights[name])
 
 
-def frozen_target(recipe: HeadRecipe, data: RunData, *, nf4: bool = False) -> Teacher:
-    """Loads the frozen target, with `nf4` its matrices in 4 bits.
+def frozen_target(recipe: HeadRecipe, data: RunData, *, has_gradients: bool = False, nf4: bool = False) -> Teacher:
+    """Loads the frozen target.
+
+    Args:
+        has_gradients: whether the drafter is trained through the target: weights of few bits are numbers then, and the
+            pass that decodes them is not used.
+        nf4: stores its matrices in 4 bits.
 
     Raises:
         ValueError: it cannot be loaded, or its context or vocabulary is too small for the samples.
     """
+    folder = locate(recipe.model, "target")
+    config = load_config(folder)
+    check_rows(config.vocab_size, data.largest, f"model {recipe.model!r}")
+    if data.longest > (room := context_of(config)):
+        raise ValueError(f"the model has room for {room} tokens, a sample has {data.longest}: set max_length={room}")
+    if is_in_few_bits(folder, config) and not has_gradients:
+        return PassTeacher(load_target(folder).lm, mask_id=None)
     device, dtype = "cpu" if nf4 else str(data.device), "bfloat16" if data.bf16 else "float32"
-    model = load_model(locate(recipe.model, "target"), Runtime(device=device, dtype=dtype))
+    model = load_numbers(folder, Runtime(device=device, dtype=dtype))
     if nf4:
         store_in_nf4(model, data.device)
-    check_rows(model.config.vocab_size, data.largest, f"model {recipe.model!r}")
-    if data.longest > (room := context_of(model.config)):
-        raise ValueError(f"the model has room for {room} tokens, a sample has {data.longest}: set max_length={room}")
     recipe.set_up_passes(model, on_gpu=data.device.type == "cuda")
     return Teacher(model, vocab_size=used_rows(data.tokenizer), mask_id=None)
 
@@ -301,7 +312,7 @@ def check_memory(
         raise ValueError(f"feature_cache_gb={cached:g}: this machine has {host:.0f} GB of memory")
     skeleton = load_skeleton(locate(recipe.model, "target"))
     groups, longest = memory.largest_pass(recipe, data)
-    weights = memory.weight_bytes(recipe, trained, data, frozen=[skeleton])
+    weights = memory.weight_bytes(recipe, trained, data, frozen=[locate(recipe.model, "target")])
     if nf4:
         weights -= ((2 if data.bf16 else 4) - memory.NF4_BYTES) * memory.parameters_of(skeleton.model.layers)
     needed = memory.estimate_rows(

@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
 from paradraft.models.output_head import logits_scale
+from paradraft.models.quantized import as_numbers
 from paradraft.sources.loading import load_config, locate
 from paradraft.train.drafters.heads import (
     HeadObjective,
@@ -65,7 +66,7 @@ class MedusaHeads(HeadObjective):
         for _ in range(recipe.k if recipe.own_heads else 0):
             rows, width = target.model.lm_head.weight.shape
             own = nn.Linear(width, rows, bias=False)
-            own.weight.data.copy_(target.model.lm_head.weight / logits_scale(target.model.config))
+            own.weight.data.copy_(as_numbers(target.model.lm_head.weight) / logits_scale(target.model.config))
             self.lm_heads.append(own)
 
     def hidden(self, batch: TrainingBatch, read_SND: Tensor) -> Tensor:

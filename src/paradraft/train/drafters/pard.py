@@ -29,7 +29,8 @@ from paradraft.train.init.adaptation import Lora, add_mask_token, with_adapters
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
 from paradraft.train.objectives.losses import Divergence
 from paradraft.train.objectives.objective import Objective
-from paradraft.train.objectives.teacher import Teacher, load_teacher, teacher_folder
+from paradraft.train.objectives.teacher import Teacher
+from paradraft.train.objectives.teacher_loading import load_teacher, teacher_folder
 from paradraft.train.recipe import Part, Recipe
 from paradraft.train.trainee import RunData
 
@@ -288,7 +289,7 @@ def _check_memory(recipe: PardRecipe, data: RunData) -> memory.Estimate:
     """Estimates the memory of a run without loading weights; ValueError if the device has too little."""
     drafter = drafter_skeleton(recipe, data.tokenizer, str(data.device))
     model, beside = drafter.model, 0 if drafter.previous is None else memory.parameters_of(drafter.previous)
-    teachers = [] if recipe.teacher is None else [load_skeleton(teacher_folder(recipe.teacher))]
+    teachers = [] if recipe.teacher is None else [teacher_folder(recipe.teacher)]
     weights = memory.weight_bytes(recipe, memory.parameters_of(model) + beside, data, frozen=teachers)
     groups, longest = memory.largest_pass(recipe, data)
     rows = memory.rows_of(longest, k=recipe.k, r=recipe.r, r_min=recipe.r_min)

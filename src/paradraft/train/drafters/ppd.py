@@ -311,7 +311,7 @@ def build(recipe: PpdRecipe, data: RunData) -> PpdTrainee:
     )
     # Passes with a KV cache use SDPA, also on GPUs.
     with_sdpa = recipe if recipe.attention == "eager" else recipe.model_copy(update={"attention": "sdpa"})
-    target = frozen_target(with_sdpa, data, nf4=recipe.nf4)
+    target = frozen_target(with_sdpa, data, has_gradients=True, nf4=recipe.nf4)
     objective = PpdObjective(target, recipe, bf16=data.bf16).to(data.device)
     head_config = {
         "hidden_size": config.hidden_size,

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from paradraft.drafters.parts.previous_token import load_head, stored_head
 from paradraft.formats.folder import save_model
-from paradraft.formats.gguf import is_gguf
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, declared_mask_id, forget_masks
 from paradraft.models.architectures import context_of, spec_of
 from paradraft.models.devices import TORCH_DTYPES
@@ -24,6 +23,7 @@ from paradraft.sources.loading import (
     load_config,
     load_generation_config,
     load_model,
+    load_numbers,
     load_tokenizer,
     locate,
 )
@@ -117,7 +117,7 @@ def make(
         case PrunedTarget():
             layers = origin.of(config.num_hidden_layers)
             origin.check_narrower(config)
-            model = _cut(target, folder, layers, dtype)
+            model = _cut(folder, layers, dtype)
             if origin.intermediate_size is not None:
                 narrow(model, origin.intermediate_size)
         case RandomInit():
@@ -156,10 +156,8 @@ def _check_free(out: Path) -> None:
         raise ValueError(f"{str(out)!r} cannot be written: {str(above)!r} is no folder, or not yours")
 
 
-def _cut(name: str, folder: str, kept: tuple[int, ...], dtype: str) -> PreTrainedModel:
-    if getattr(load_config(folder), "quantization_config", None) is not None:
-        raise ValueError(f"{name!r} is quantized, and its layers cannot be trained: name the model it was made from")
-    model = load_model(folder, Runtime(device="cpu", dtype=dtype))
+def _cut(folder: str, kept: tuple[int, ...], dtype: str) -> PreTrainedModel:
+    model = load_numbers(folder, Runtime(device="cpu", dtype=dtype))
     model.model.layers = torch.nn.ModuleList(model.model.layers[index] for index in kept)
     for index, layer in enumerate(model.model.layers):
         layer.self_attn.layer_idx = index
@@ -181,15 +179,13 @@ def _fitted(name: str, target: str, rows: int, tokenizer: PreTrainedTokenizerBas
     config, draft_tokenizer = load_config(folder), load_tokenizer(folder)
     if not of_one_family(tokenizer.get_vocab(), draft_tokenizer.get_vocab()):
         raise ValueError(f"{name!r} has another vocabulary than {target!r}: use a model of the same family")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{name!r} is quantized, and cannot be trained: name the model it was made from")
     mask_id = declared_mask_id(config)
     needed = max(used_rows(draft_tokenizer), 0 if mask_id is None else mask_id + 1)
     if rows < min(needed, config.vocab_size):
         raise ValueError(
             f"{name!r} uses {needed} rows of its embedding, {target!r} has {rows}: use a model of the same family"
         )
-    model = load_model(folder, Runtime(device="cpu", dtype=dtype))
+    model = load_numbers(folder, Runtime(device="cpu", dtype=dtype))
     resize(model, rows, used_rows(draft_tokenizer))
     return model
 
@@ -229,11 +225,7 @@ def _elsewhere(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, tar
 def _recipes(target: str, folder: str, out: Path, origin: InitFrom, mask_id: int | None) -> dict[str, str]:
     """Recipes that train a draft, by file name: a pruned or random draft is trained as an ordinary draft first, then
     with masks."""
-    config = load_config(folder)
-    # A quantized target measures a drafter but is not its teacher.
-    is_quantized = is_gguf(folder) or getattr(config, "quantization_config", None) is not None
-    role: dict[str, object] = {"teacher": None, "target": target} if is_quantized else {"teacher": target}
-    shared = role | {"max_length": min(MAX_LENGTH, context_of(config) - ANSWER_TOKENS)}
+    shared = {"teacher": target, "max_length": min(MAX_LENGTH, context_of(load_config(folder)) - ANSWER_TOKENS)}
     stages: list[tuple[str, str, dict[str, object]]] = [("pard", "generic", {"mask_token_id": mask_id})]
     if not isinstance(origin, PretrainedSibling):
         stages.insert(0, ("ordinary", "ordinary", {}))

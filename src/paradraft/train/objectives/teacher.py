@@ -10,22 +10,17 @@ D), V rows of the drafter's embedding.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel
 
-from paradraft.models.architectures import context_of
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.forward.eager import layer_by_layer
 from paradraft.models.output_head import logits_of
-from paradraft.models.runtime import Runtime
-from paradraft.sources.loading import load_model, load_tokenizer, locate
-from paradraft.text.vocabulary import check_rows, of_one_family
 from paradraft.train.objectives.batch import Texts
 from paradraft.train.objectives.losses import IMPOSSIBLE
 from paradraft.train.objectives.rows import FILLING, Rows, attention_mask
@@ -78,11 +73,18 @@ class Teacher:
             hidden_MD: last hidden states. Rows of several depths share a state: pass each state once.
             width: V, the size of the drafter's logits.
         """
-        logits = logits_of(self.model, hidden_MD)[:, : self.vocab_size].float()
-        logits = F.pad(logits, (0, width - self.vocab_size), value=IMPOSSIBLE)
+        return self.as_expected(logits_of(self.model, hidden_MD)[:, : self.vocab_size].float(), width)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """The logits `[…, V]` of a drafter's states `[…, D]`, with gradients for these."""
+        return logits_of(self.model, states)
+
+    def as_expected(self, logits_MV: Tensor, width: int) -> Tensor:
+        """Logits `[M, V]` of tokens that decoding never chooses become `IMPOSSIBLE`; V becomes `width`."""
+        logits_MV = F.pad(logits_MV, (0, width - logits_MV.shape[1]), value=IMPOSSIBLE).clamp(min=IMPOSSIBLE)
         if self.mask_id is not None:
-            logits[:, self.mask_id : self.mask_id + self.masks] = IMPOSSIBLE
-        return logits
+            logits_MV[:, self.mask_id : self.mask_id + self.masks] = IMPOSSIBLE
+        return logits_MV
 
 
 def _rows(texts: Texts) -> Rows:
@@ -133,52 +135,3 @@ class FeatureCache:
 def _key(texts: Texts, group: int, length: int) -> bytes:
     key = torch.stack([texts.tokens[group, :length], texts.documents[group, :length]])
     return key.cpu().numpy().tobytes()
-
-
-def teacher_folder(name: str) -> str:
-    """Folder or Hugging Face id of a teacher."""
-    with _as_teacher():
-        return locate(name, "target")
-
-
-@contextmanager
-def _as_teacher() -> Iterator[None]:
-    """Prefixes errors with "teacher: "."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"teacher: {error}") from None
-
-
-def load_teacher(
-    name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    mask_id: int | None,
-    masks: int = 1,
-    longest: int,
-    largest: int,
-    runtime: Runtime,
-) -> Teacher:
-    """Loads a teacher for a drafter.
-
-    Args:
-        longest: tokens of the longest sample.
-        largest: largest token id of the samples.
-
-    Raises:
-        ValueError: there is no such model, its vocabulary differs, its embedding lacks a token of the samples, or its
-            context is too short.
-    """
-    folder = teacher_folder(name)
-    with _as_teacher():
-        theirs = load_tokenizer(folder).get_vocab()
-    ours = tokenizer.get_vocab()
-    if not of_one_family(ours, theirs):
-        raise ValueError(f"teacher {name!r} has another vocabulary than the model: use one of the same family")
-    model = load_model(folder, runtime)
-    check_rows(model.config.vocab_size, largest, f"teacher {name!r}")
-    if longest > context_of(model.config):
-        room = context_of(model.config)
-        raise ValueError(f"teacher {name!r} has room for {room} tokens, a sample has {longest}: set max_length={room}")
-    return Teacher(model, vocab_size=max(ours.values()) + 1, mask_id=mask_id, masks=masks)

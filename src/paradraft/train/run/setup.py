@@ -17,7 +17,8 @@ from paradraft.data.samples import Sample, hold_out, prompt_of
 from paradraft.environment import is_main_process
 from paradraft.models.architectures import context_of
 from paradraft.models.devices import computes_bf16
-from paradraft.models.runtime import Runtime
+from paradraft.models.runtime import STORED, Runtime
+from paradraft.sources.load_plan import Checkpoint
 from paradraft.sources.loading import load_config, load_generation_config, load_tokenizer, locate
 from paradraft.text.vocabulary import check_rows, named_ends
 from paradraft.train.objectives.batch import TrainingBatch, pack
@@ -104,11 +105,12 @@ class Preparation:
             raise ValueError(f"source={recipe.source}: no target to decode with, set target")
         if target is None or not self.decodes:
             return None
-        config = load_config(locate(target, recipe.ROLES["target"]))
+        checkpoint = Checkpoint.find(target, recipe.ROLES["target"])
+        config = checkpoint.config
         read = self.largest if self.source.decodes else max(map(max, self._prompts))
         check_rows(config.vocab_size, int(read), f"target {target!r}")
         most = max(MOST_ROOM, recipe.max_length + 1) if self.source.decodes else MOST_ROOM
-        dtype = "bfloat16" if computes_bf16(device) else "float32"
+        dtype = STORED if checkpoint.is_quantized else "bfloat16" if computes_bf16(device) else "float32"
         runtime = Runtime(
             device=str(device), dtype=dtype, capacity=min(context_of(config), self.trainee.max_tokens, most)
         )

@@ -10,7 +10,8 @@ from paradraft.models.runtime import Runtime
 from paradraft.train.drafters.medusa import MedusaHeads, MedusaRecipe
 from paradraft.train.objectives.batch import Drop, collate
 from paradraft.train.objectives.losses import IMPOSSIBLE
-from paradraft.train.objectives.teacher import Teacher, load_teacher
+from paradraft.train.objectives.teacher import Teacher
+from paradraft.train.objectives.teacher_loading import load_teacher
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.support.kinds import model_of
 

@@ -1,0 +1,86 @@
+"""A teacher whose states and logits are those of the pass that decodes, for any file that is served.
+
+A GGUF file, GPTQ, AWQ, or weights rounded to int8 or int4 are learnt as they are decoded: the passes in C++ round the
+inputs of products, and read prompts much faster than torch computes them with numbers.
+
+Shape letters: S groups of samples, N tokens of the longest, M rows, D the width, X size of a token's states (layers *
+D), V rows of the drafter's embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers import Cache
+
+from paradraft.models.causal_lm import CausalLM
+from paradraft.models.forward import FINAL_NORM
+from paradraft.models.output_head import finished
+from paradraft.models.quantized import as_numbers
+from paradraft.train.objectives.batch import Texts
+from paradraft.train.objectives.rows import FILLING
+from paradraft.train.objectives.teacher import Teacher
+
+SAMPLES = 8
+"""Samples that are read together: each keeps its keys and values until all are read."""
+
+
+class PassTeacher(Teacher):
+    """A `Teacher` that computes with a causal LM for decoding, which no batch uses meanwhile.
+
+    Args:
+        lm: with the drafter's tokenizer.
+    """
+
+    def __init__(self, lm: CausalLM, *, mask_id: int | None, masks: int = 1) -> None:
+        super().__init__(lm.model, vocab_size=lm.vocab_size, mask_id=mask_id, masks=masks)
+        self._lm = lm
+
+    def read(self, texts: Texts, cache: Cache | None = None) -> Tensor:
+        """See `Teacher`; it fills no cache."""
+        assert cache is None
+        return self.states(texts, [FINAL_NORM])
+
+    @torch.no_grad()
+    def states(self, texts: Texts, layers: Sequence[int]) -> Tensor:
+        """See `Teacher`; in float32, 0 where there is no token."""
+        places, samples = [], []
+        for group, documents_N in enumerate(texts.documents):
+            kinds, counts = documents_N.unique_consecutive(return_counts=True)
+            first = 0
+            for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
+                if kind != FILLING:
+                    places.append((group, slice(first, first + count)))
+                    samples.append(texts.tokens[group, first : first + count].tolist())
+                first += count
+        width = self.model.config.hidden_size
+        states_SNX = torch.zeros(*texts.tokens.shape, len(layers) * width, device=texts.tokens.device)
+        for start in range(0, len(samples), SAMPLES):
+            some = samples[start : start + SAMPLES]
+            self._lm.start()
+            self._lm.cache.join(len(some))
+            hidden = self._lm.prefill([[*tokens, 0] for tokens in some], layers).hidden
+            for row, (group, tokens) in enumerate(places[start : start + SAMPLES]):
+                length = tokens.stop - tokens.start
+                states_SNX[group, tokens] = torch.cat([hidden[layer][row, :length] for layer in layers], dim=-1)
+        self._lm.start()
+        return states_SNX
+
+    @cached_property
+    def _head(self) -> Tensor:
+        return as_numbers(self.model.lm_head.weight)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """See `Teacher`; the head's weights as numbers, because a product that rounds its inputs has no gradients."""
+        head_VD, bias = self._head.to(states.device), self.model.lm_head.bias
+        return finished(linear(states, head_VD.to(states.dtype), bias), self.model.config)
+
+    @torch.no_grad()
+    def expects(self, hidden_MD: Tensor, width: int) -> Tensor:
+        """See `Teacher`."""
+        logits_MV = self._lm.head(hidden_MD.float().to(self._lm.device))[:, : self.vocab_size]
+        return self.as_expected(logits_MV.to(hidden_MD.device), width)
