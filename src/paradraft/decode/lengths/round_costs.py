@@ -5,16 +5,11 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import statistics
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from paradraft.decode.lengths.isotonic import increasing
-
-
-def typical(times_s: Sequence[float]) -> float:
-    """The median; the minimum of fewer than three times, because disturbances only add time."""
-    return statistics.median(times_s) if len(times_s) > 2 else min(times_s)
+from paradraft.timing import typical
 
 
 class PassTimes:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict, deque
-from collections.abc import Sequence
+
+from paradraft.timing import typical
 
 LAST = 8
 """Times kept; the median counts, because single times mislead."""
@@ -47,20 +47,15 @@ class DraftTimes:
 
     def draft_s(self, rows: int) -> float:
         """The time of drafts of a number of rows, that of the nearest measured one; requires `are_known`."""
-        return _typical(self._drafts[min(self._drafts, key=lambda group: abs(group - _group(rows)))])
+        return typical(self._drafts[min(self._drafts, key=lambda group: abs(group - _group(rows)))])
 
     @property
     def reading_s(self) -> float:
         """The time of reading a token; requires `are_known`."""
-        return _typical([
+        return typical([
             max(seconds - self.draft_s(rows), 0.0) / tokens for seconds, rows, tokens in self._readings
         ])  # fmt: skip
 
 
 def _group(rows: int) -> int:
     return (rows - 1).bit_length()
-
-
-def _typical(times: Sequence[float]) -> float:
-    """The median; the minimum of fewer than three times, because disturbances only add time; 0 of none."""
-    return statistics.median(times) if len(times) > 2 else min(times, default=0.0)
