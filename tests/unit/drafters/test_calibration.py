@@ -63,7 +63,7 @@ class Simulation:
         return drafting
 
     def answer(self, prompt: int, rounds: int, limit: int = 10_000) -> list[int]:
-        """Rounds of an answer of its own batch."""
+        """The rounds of an answer, alone in a batch."""
         self.unread, self.goes_on = [], []
         self.calibration.start()
         return self.join([prompt], limit).run(rounds)

@@ -49,14 +49,14 @@ class RowCalibration:
 
     Args:
         length: number of tokens of the prompt.
-        room: most tokens that follow.
+        limit: most tokens that follow.
     """
 
-    def __init__(self, *, length: int, room: int = NO_LIMIT) -> None:
-        self.length, self.room, self.read = length, room, 0
-        """Tokens of the text, most that follow, and tokens that the drafter has read."""
-        self.answered = 0
-        """Tokens committed so far."""
+    def __init__(self, *, length: int, limit: int = NO_LIMIT) -> None:
+        self._prompt, self._limit = length, limit
+        self._length = length
+        self.read = 0
+        """Tokens that the drafter has read."""
         self._totals = 0.0, 0.0
         """Accepted tokens and number of drafts; older ones weigh less."""
         self.skipped, self.again = 0, AGAIN
@@ -79,11 +79,21 @@ class RowCalibration:
     @property
     def unread(self) -> int:
         """Tokens that the drafter reads before a draft in this round, besides those of the last one."""
-        return 0 if self.goes_on else self.length - self.read
+        return 0 if self.goes_on else self._length - self.read
+
+    @property
+    def answered(self) -> int:
+        """Tokens committed after the prompt."""
+        return self._length - self._prompt
+
+    @property
+    def room(self) -> int:
+        """Most tokens that follow."""
+        return self._limit - self.answered
 
     def draft(self) -> None:
         """A draft is made in this round."""
-        self.goes_on, self.read, self.skipped = True, self.length, 0
+        self.goes_on, self.read, self.skipped = True, self._length, 0
 
     def pause(self) -> None:
         """None is made."""
@@ -118,8 +128,7 @@ class RowCalibration:
         Returns:
             The number of accepted tokens; None without a draft.
         """
-        self.length, self.room = self.length + len(committed), self.room - len(committed)
-        self.answered += len(committed)
+        self._length += len(committed)
         if not self._children:
             return None
         right, at = 0, ABSENT
@@ -164,7 +173,7 @@ class Calibration:
     def join(self, requests: Sequence[Request]) -> None:
         """Adds rows."""
         self._rows += [
-            RowCalibration(length=len(request.tokens), room=request.max_new_tokens - request.answered)
+            RowCalibration(length=len(request.tokens), limit=request.max_new_tokens - request.answered)
             for request in requests
         ]
 
@@ -219,8 +228,8 @@ class Calibration:
         drafting = []
         for number, tokens in more.items():
             row, pays = self._rows[number], tokens > 0.0
-            is_timed = bool(self._plain_s) and row.goes_on  # the second draft of an engine
-            if pays or is_timed or row.skipped >= row.again:
+            is_measurement = bool(self._plain_s) and row.goes_on  # the second draft of an engine
+            if pays or is_measurement or row.skipped >= row.again:
                 row.again = AGAIN if pays else 2 * row.again
                 drafting.append(number)
         return drafting
@@ -240,22 +249,22 @@ class Calibration:
         left = {row: max(min(self._rows[row].room, self._answer) / rounds[row], 1.0) for row in more}
         worth = {row: tokens - per_s * reading_s[row] / left[row] for row, tokens in more.items()}
         order = sorted(worth, key=lambda row: -worth[row])
-        sums = itertools.accumulate((worth[row] for row in order), initial=0.0)
-        whole = [tokens - per_s * self._times.draft_s(rows) * (rows > 0) for rows, tokens in enumerate(sums)]
-        drafting = order[: whole.index(max(whole))]
-        paying = len(drafting)
-        for number in drafting:
+        sums = itertools.accumulate(worth[row] for row in order)
+        whole = [0.0, *(tokens - per_s * self._times.draft_s(rows) for rows, tokens in enumerate(sums, start=1))]
+        paying, others = order[: (best := whole.index(max(whole)))], order[best:]
+        for number in paying:
             self._rows[number].trial = 0
-        for number in order[paying:]:
-            row, rows = self._rows[number], len(drafting) + 1
+        tried: list[int] = []
+        for number in others:
+            row, rows = self._rows[number], len(paying) + len(tried) + 1
             cost_s = TRIAL * self._times.draft_s(rows) / rows + reading_s[number]
-            if not row.trial and cost_s <= self._saved_s * (rows == paying + 1):
+            if not row.trial and not tried and cost_s <= self._saved_s:
                 row.trial = TRIAL
             if row.trial:
                 row.trial -= 1
-                drafting.append(number)
-        self._tried = len(drafting) - paying
-        return drafting
+                tried.append(number)
+        self._tried = len(tried)
+        return paying + tried
 
     def add_time(self, seconds: float) -> None:
         """Adds the time of the drafts of this round."""
