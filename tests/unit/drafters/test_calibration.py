@@ -110,6 +110,16 @@ def test_trials_take_little_of_all_time(prompt: int, rounds: int) -> None:
     assert any(simulation.drafting_s) is (prompt < 100)
 
 
+def test_a_trial_that_took_longer_is_paid_for() -> None:
+    """Guards machines that become slower: what a trial took counts, not the estimate."""
+    simulation = Simulation()
+    simulation.answer(100, 50)
+    simulation.others, simulation.reading_s, simulation.drafting_s = 3.0, 0.2, []
+    for _ in range(30):
+        simulation.answer(20, 100)
+    assert 0.0 < sum(simulation.drafting_s) < 0.03 * 3000 * PLAIN_S
+
+
 def test_a_slow_first_text_does_not_count_for_all() -> None:
     """Guards first drafts of a process, in which a library is loaded, and warm-ups with fixed lengths."""
     simulation = Simulation(plain_s=0.0).join([1] * 8)
