@@ -17,6 +17,7 @@ from paradraft.formats.folder import save_model
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, declared_mask_id, forget_masks
 from paradraft.models.architectures import context_of, spec_of
 from paradraft.models.devices import TORCH_DTYPES
+from paradraft.models.quantized import as_numbers
 from paradraft.models.runtime import Runtime
 from paradraft.sources.load_plan import plan_of
 from paradraft.sources.loading import (
@@ -213,7 +214,7 @@ def _output_rows(model: PreTrainedModel, target: str, origin: InitFrom) -> Tenso
     """`[V, D]` a trained output head, of the target or a sibling, which shows the tokens that are never output."""
     if isinstance(origin, RandomInit):
         model = load_model(target, plan_of(target, Runtime(device="cpu")).runtime)
-    return model.get_output_embeddings().weight
+    return as_numbers(model.get_output_embeddings().weight)
 
 
 def _elsewhere(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, target: str) -> list[tuple[int, str]]:
