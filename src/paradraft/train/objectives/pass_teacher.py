@@ -1,7 +1,6 @@
-"""A teacher whose states and logits are those of the pass that decodes, for any file that is served.
+"""A teacher whose states and logits are those of the pass that decodes, for weights that are stored in few bits.
 
-A GGUF file, GPTQ, AWQ, or weights rounded to int8 or int4 are learnt as they are decoded: the passes in C++ round the
-inputs of products, and read prompts much faster than torch computes them with numbers.
+GGUF files, and folders of GPTQ or AWQ, are learnt as they are decoded: the passes in C++ round the inputs of products.
 
 Shape letters: S groups of samples, N tokens of the longest, M rows, D the width, X size of a token's states (layers *
 D), V rows of the drafter's embedding.
@@ -22,6 +21,7 @@ from paradraft.models.forward import FINAL_NORM
 from paradraft.models.output_head import finished
 from paradraft.models.quantized import as_numbers
 from paradraft.train.objectives.batch import Texts
+from paradraft.train.objectives.losses import IMPOSSIBLE
 from paradraft.train.objectives.rows import FILLING
 from paradraft.train.objectives.teacher import Teacher
 
@@ -83,4 +83,4 @@ class PassTeacher(Teacher):
     def expects(self, hidden_MD: Tensor, width: int) -> Tensor:
         """See `Teacher`."""
         logits_MV = self._lm.head(hidden_MD.float().to(self._lm.device))[:, : self.vocab_size]
-        return self.as_expected(logits_MV.to(hidden_MD.device), width)
+        return self.as_expected(logits_MV.clamp(min=IMPOSSIBLE).to(hidden_MD.device), width)

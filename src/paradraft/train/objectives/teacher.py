@@ -81,7 +81,7 @@ class Teacher:
 
     def as_expected(self, logits_MV: Tensor, width: int) -> Tensor:
         """Logits `[M, V]` of tokens that decoding never chooses become `IMPOSSIBLE`; V becomes `width`."""
-        logits_MV = F.pad(logits_MV, (0, width - logits_MV.shape[1]), value=IMPOSSIBLE).clamp(min=IMPOSSIBLE)
+        logits_MV = F.pad(logits_MV, (0, width - logits_MV.shape[1]), value=IMPOSSIBLE)
         if self.mask_id is not None:
             logits_MV[:, self.mask_id : self.mask_id + self.masks] = IMPOSSIBLE
         return logits_MV
