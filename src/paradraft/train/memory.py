@@ -8,7 +8,6 @@ less; one with sharded weights takes less.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,7 @@ from paradraft.models.devices import computes_bf16
 from paradraft.models.kv_cache import free_bytes
 from paradraft.models.runtime import STORED, Runtime
 from paradraft.sources.load_plan import Checkpoint, LoadPlan
-from paradraft.sources.loading import locate
+from paradraft.sources.loading import load_skeleton, locate
 from paradraft.sources.target_loading import weights_bytes
 from paradraft.train.objectives.objective import LOGITS
 from paradraft.train.objectives.rows import FLEX
@@ -149,28 +148,30 @@ def estimate_rows(
     )
 
 
-def weight_bytes(recipe: Recipe, trained: int, data: RunData, *, frozen: Sequence[str] = ()) -> float:
+def weight_bytes(recipe: Recipe, trained: int, data: RunData, *, frozen: float = 0.0) -> float:
     """Bytes of all weights of a run: of the trained parameters in float32 and of frozen models; if acceptance lengths
     are measured, also of the target and a second copy of the drafter.
 
     Args:
         trained: count of trained parameters.
-        frozen: folders or files of models that are not trained, such as a teacher.
+        frozen: bytes of models that are not trained, such as a teacher, from `frozen_bytes`.
 
     Raises:
         ValueError: the target does not exist, or is no supported causal LM.
     """
-    weights = 4.0 * trained + sum(_frozen_bytes(folder, bf16=data.bf16) for folder in frozen)
+    weights = 4.0 * trained + frozen
     if data.measures and recipe.measured_with is not None:
         bf16 = computes_bf16(data.device)
-        target = _frozen_bytes(locate(recipe.measured_with, recipe.ROLES["target"]), bf16=bf16)
+        target = frozen_bytes(locate(recipe.measured_with, recipe.ROLES["target"]), bf16=bf16)
         weights += target + (2 if bf16 else 4) * trained
     return weights
 
 
-def _frozen_bytes(folder: str, *, bf16: bool) -> float:
-    """Bytes of a model as it is loaded: with the bits that it is stored with, if these are few."""
+def frozen_bytes(folder: str, *, bf16: bool, as_numbers: bool = False) -> float:
+    """Bytes of a model as it is loaded: with the bits that it is stored with, if these are few, or as numbers."""
     checkpoint = Checkpoint.at(folder)
+    if as_numbers:
+        return float((2 if bf16 else 4) * parameters_of(load_skeleton(folder)))
     dtype = STORED if checkpoint.is_quantized else "bfloat16" if bf16 else "float32"
     return weights_bytes(LoadPlan(checkpoint=checkpoint, runtime=Runtime(device="cpu", dtype=dtype)))
 

@@ -16,6 +16,7 @@ from paradraft.train.objectives.batch import Drop, collate
 from paradraft.train.objectives.objective import Objective
 from paradraft.train.run import setup
 from paradraft.train.trainee import RunData
+from tests.support import gguf_files
 from tests.support.training import prepare_pard
 from tests.unit.train.run.test_trainer import recipe_for
 
@@ -116,11 +117,22 @@ def test_weights_are_counted_as_they_will_be_loaded(
         tokenizer=load_tokenizer(draft), samples=[], longest=1, largest=1, device=cpu, bf16=True, samples_per_pass=1,
         measures=True,
     )  # fmt: skip
-    weights = memory.weight_bytes(recipe, memory.parameters_of(skeleton), data, frozen=[target])
+    frozen = memory.frozen_bytes(target, bf16=True)
+    weights = memory.weight_bytes(recipe, memory.parameters_of(skeleton), data, frozen=frozen)
     found = memory.estimate(recipe, skeleton, weights=weights, **sizes)
     assert found.models == loaded
     assert found == memory.estimate(recipe, model, weights=loaded, **sizes)
     unmeasured = memory.weight_bytes(
-        recipe, memory.parameters_of(skeleton), replace(data, measures=False), frozen=[target]
+        recipe, memory.parameters_of(skeleton), replace(data, measures=False), frozen=frozen
     )
     assert unmeasured == bytes_of(model) + bytes_of(teacher.model)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_few_bits_are_counted_as_they_are_loaded(tmp_path: Path, kind: str) -> None:
+    """Guards a large file that teaches on a small machine, and `ppd`, which needs it as numbers."""
+    model, file = gguf_files.tiny_model("llama", width=256), str(tmp_path / "target.gguf")
+    gguf_files.write_gguf(tmp_path / "target.gguf", model, kind)
+    numbers = memory.frozen_bytes(file, bf16=False, as_numbers=True)
+    assert numbers == 4 * memory.parameters_of(model)
+    assert memory.frozen_bytes(file, bf16=False) < (0.5 if kind == "Q8_0" else 0.4) * numbers

@@ -293,6 +293,7 @@ def check_memory(
     kept: float,
     rows_per_token: float,
     attended_per_token: float = 1.0,
+    has_gradients: bool = False,
     nf4: bool = False,
 ) -> memory.Estimate:
     """Estimates the memory of a run, before any weights are loaded.
@@ -302,7 +303,7 @@ def check_memory(
         kept: activation bytes per row.
         rows_per_token: training rows per token of a sample.
         attended_per_token: rows per token in the attention mask.
-        nf4: whether the target's matrices are stored in 4 bits.
+        has_gradients, nf4: as in `frozen_target`.
 
     Raises:
         ValueError: the device has too little memory.
@@ -310,9 +311,13 @@ def check_memory(
     cached, host = recipe.feature_cache_gb, psutil.virtual_memory().total / 1e9
     if cached > host:
         raise ValueError(f"feature_cache_gb={cached:g}: this machine has {host:.0f} GB of memory")
-    skeleton = load_skeleton(locate(recipe.model, "target"))
+    folder = locate(recipe.model, "target")
+    skeleton = load_skeleton(folder)
     groups, longest = memory.largest_pass(recipe, data)
-    weights = memory.weight_bytes(recipe, trained, data, frozen=[locate(recipe.model, "target")])
+    frozen = memory.frozen_bytes(folder, bf16=data.bf16, as_numbers=has_gradients)
+    weights = memory.weight_bytes(recipe, trained, data, frozen=frozen)
+    if is_in_few_bits(folder, skeleton.config) and not has_gradients:
+        weights += 4.0 * skeleton.lm_head.weight.numel()  # as numbers, see `PassTeacher.logits`
     if nf4:
         weights -= ((2 if data.bf16 else 4) - memory.NF4_BYTES) * memory.parameters_of(skeleton.model.layers)
     needed = memory.estimate_rows(

@@ -289,8 +289,8 @@ def _check_memory(recipe: PardRecipe, data: RunData) -> memory.Estimate:
     """Estimates the memory of a run without loading weights; ValueError if the device has too little."""
     drafter = drafter_skeleton(recipe, data.tokenizer, str(data.device))
     model, beside = drafter.model, 0 if drafter.previous is None else memory.parameters_of(drafter.previous)
-    teachers = [] if recipe.teacher is None else [teacher_folder(recipe.teacher)]
-    weights = memory.weight_bytes(recipe, memory.parameters_of(model) + beside, data, frozen=teachers)
+    frozen = 0.0 if recipe.teacher is None else memory.frozen_bytes(teacher_folder(recipe.teacher), bf16=data.bf16)
+    weights = memory.weight_bytes(recipe, memory.parameters_of(model) + beside, data, frozen=frozen)
     groups, longest = memory.largest_pass(recipe, data)
     rows = memory.rows_of(longest, k=recipe.k, r=recipe.r, r_min=recipe.r_min)
     needed = memory.estimate(
@@ -300,7 +300,7 @@ def _check_memory(recipe: PardRecipe, data: RunData) -> memory.Estimate:
         rows=rows,
         passes=groups,
         bf16=data.bf16,
-        is_taught=bool(teachers),
+        is_taught=recipe.teacher is not None,
         beside=beside,
     )
     needed.check(data.device)

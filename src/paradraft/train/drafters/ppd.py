@@ -307,6 +307,7 @@ def build(recipe: PpdRecipe, data: RunData) -> PpdTrainee:
         kept=kept,
         rows_per_token=1 + prompts,
         attended_per_token=1 + prompts,
+        has_gradients=True,
         nf4=recipe.nf4,
     )
     # Passes with a KV cache use SDPA, also on GPUs.
