@@ -49,11 +49,13 @@ def stored_tensors(name: str) -> dict[str, tuple[Path, list[int]]] | None:
     folder = Path(cached).parent if isinstance(cached, str) else Path(name)
     if (folder / "adapter_config.json").exists():
         return None
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index, single = folder / "model.safetensors.index.json", "model.safetensors"
     stored: dict[str, tuple[Path, list[int]]] = {}
     try:
-        parts = [single] if single.is_file() else sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        for file in (folder / part for part in parts):
+        parts = {single}
+        if not (folder / single).is_file():
+            parts = set(json.loads(index.read_text())["weight_map"].values())
+        for file in (folder / part for part in sorted(parts)):
             with safe_open(file, framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118  # it is no dict
                     stored[key] = file, opened.get_slice(key).get_shape()

@@ -85,6 +85,15 @@ def test_a_second_start_has_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert file.stat().st_ino == before
 
 
+def test_a_relative_path_names_the_same_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards folders that are named as users name them: the file was searched in the folder of that name inside it, so
+    that the head was refused as one of a wrong shape, and other models were read as a whole to be rounded."""
+    reduced = Path(reduced_folder(Path(write_model(tmp_path / "whole", layers=2)), tmp_path / "reduced", IDS))
+    monkeypatch.chdir(tmp_path)
+    absolute, relative = (load_lm(plan_of(str(each), RUNTIMES["C++"]), VOCAB) for each in (reduced, "reduced"))
+    assert torch.equal(logits_of(relative), logits_of(absolute))
+
+
 def test_what_is_wrong_is_said_in_a_line(tmp_path: Path) -> None:
     """Guards the messages: of a damaged map, a head that is also the embedding, and few rows without a map."""
     whole = Path(write_model(tmp_path / "whole", layers=2))
