@@ -21,7 +21,18 @@ from tests.support.quick import mostly_slow
 
 @pytest.mark.parametrize(
     "command",
-    [[], ["generate"], ["init-draft"], ["train"], ["train", "pard"], ["regenerate"], ["bench"], ["plan"], ["audit"]],
+    [
+        [],
+        ["generate"],
+        ["init-draft"],
+        ["train"],
+        ["train", "pard"],
+        ["regenerate"],
+        ["trim"],
+        ["bench"],
+        ["plan"],
+        ["audit"],
+    ],
 )
 def test_help(paradraft: Paradraft, command: list[str]) -> None:
     """Guards against options without a word of help in the list, and against names that are cut off."""

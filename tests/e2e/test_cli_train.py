@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from paradraft.cli.commands import train
 from paradraft.data.mix import Source
-from paradraft.train.drafters.pard import ORDINARY_K, Lora, PardRecipe
+from paradraft.train.drafters.pard_recipe import ORDINARY_K, PardRecipe
+from paradraft.train.init.adaptation import Lora
 from paradraft.train.run.progress import Evaluation, Progress
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.e2e.conftest import EXACT, INTERRUPTED, MISTAKE, Paradraft, assert_mistake

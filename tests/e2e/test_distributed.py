@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paradraft.train.drafters.pard import PardRecipe
+from paradraft.train.drafters.pard_recipe import PardRecipe
 from tests.support.training import train_pard
 
 PARADRAFT = str(Path(sys.executable).with_name("paradraft"))

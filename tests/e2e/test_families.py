@@ -21,7 +21,7 @@ from paradraft.engine.engine import Engine
 from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
-from paradraft.train.drafters.pard import PardRecipe
+from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.init.templates import templates_of
 from paradraft.train.recipe_file import load_recipe
 from tests.conftest import VOCAB, tiny_tokenizer

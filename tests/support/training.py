@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from paradraft.train.drafters import pard
-from paradraft.train.drafters.pard import PardRecipe
+from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.run import launch, setup
 from paradraft.train.run.progress import Report
 

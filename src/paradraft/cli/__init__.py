@@ -54,7 +54,9 @@ def _run() -> int:
             raise
         return _complain(_short_of_memory(error), always=True)
     except ModuleNotFoundError as error:
-        extra = {"train": "train", "regenerate": "train", "serve": "serve"}.get("".join(sys.argv[1:2]), "bench")
+        extra = {"train": "train", "regenerate": "train", "trim": "train", "serve": "serve"}.get(
+            "".join(sys.argv[1:2]), "bench"
+        )
         return _complain(f"{error.name} is not installed: pip install 'paradraft[{extra}]'", always=True)
     except OSError as error:
         return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), always=True)

@@ -23,6 +23,7 @@ COMMANDS = {
     "init-draft": "Make a draft to train for a target that has no small sibling.",
     "regenerate": "Let the target answer prompts: what its drafter is trained on.",
     "train": "Train a drafter from a recipe.",
+    "trim": "Leave out the rows of a draft's output head that its target's answers hardly need.",
     "drafters": "List the drafters that fit a target, with what each yields here.",
     "bench": "Compare methods on the same prompts, interleaved.",
     "report": "Show a result of paradraft bench again.",

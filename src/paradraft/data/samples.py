@@ -6,6 +6,10 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import torch
+from torch import Tensor
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -33,6 +37,19 @@ class Sample:
                 assert values.format == kind
             else:
                 object.__setattr__(self, name, array(kind, values))
+
+
+def label_counts(samples: Iterable[Sample], vocab_size: int) -> Tensor:
+    """`[V]` times that each id is a label.
+
+    >>> label_counts([Sample(tokens=[1, 2, 2], is_label=[False, True, True])], 3).tolist()
+    [0, 0, 2]
+    """
+    counts_V = np.zeros(vocab_size, dtype=np.int64)
+    for sample in samples:
+        labels = np.asarray(sample.tokens)[np.asarray(sample.is_label, dtype=bool)]
+        counts_V += np.bincount(labels, minlength=vocab_size)
+    return torch.from_numpy(counts_V)
 
 
 def group_of(record: Sample) -> int:

@@ -43,6 +43,18 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
+def check_free(out: Path) -> None:
+    """Raises ValueError if `out` is no new or empty folder, or cannot be written."""
+    if out.is_dir():
+        if any(out.iterdir()):
+            raise ValueError(f"{str(out)!r} is not empty: delete it, or choose another folder")
+    elif out.exists():
+        raise ValueError(f"{str(out)!r} is a file: choose another folder")
+    above = next(folder for folder in out.resolve().parents if folder.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise ValueError(f"{str(out)!r} cannot be written: {str(above)!r} is no folder, or not yours")
+
+
 def check_index(folder: Path) -> None:
     """Raises ValueError if a model's index names weights outside its folder."""
     index = folder / "model.safetensors.index.json"

@@ -10,6 +10,7 @@ Shape letters: U rows of the head, V target ids.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,22 @@ from torch import Tensor
 
 D2T, T2D = "d2t", "t2d"
 """Names of the stored tensors."""
+
+
+def ranked(counts_V: Tensor, always: Sequence[int] = ()) -> Tensor:
+    """`[V]` ids in the order in which a reduced vocabulary takes them, see `VocabMap.of_counts`.
+
+    Raises:
+        ValueError: `always` has an id outside the vocabulary.
+
+    >>> ranked(torch.tensor([0, 5, 2, 0, 9, 2, 0]), always=[6]).tolist()
+    [6, 4, 1, 2, 5, 0, 3]
+    """
+    kept = torch.tensor(sorted(set(always)), dtype=torch.long, device=counts_V.device)
+    if len(outside := kept[(kept < 0) | (kept >= len(counts_V))]):
+        raise ValueError(f"token {int(outside[0])} is to be kept, and the vocabulary has {len(counts_V)}")
+    by_count_V = counts_V.argsort(descending=True, stable=True)
+    return torch.cat([kept, by_count_V[~torch.isin(by_count_V, kept)]])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,6 +53,15 @@ class VocabMap:
         """The map on a device without the ids from `vocab_size` on, which only pad the embedding."""
         return VocabMap(to_target=self.to_target[self.to_target < vocab_size].to(device))
 
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """The head's rows of target ids `[…]`; -1 for ids without one.
+
+        >>> VocabMap(to_target=torch.tensor([0, 2])).rows_of(torch.tensor([2, 1, 7, -100])).tolist()
+        [1, -1, -1, -1]
+        """
+        rows = torch.searchsorted(self.to_target, ids).clamp(max=len(self.to_target) - 1)
+        return torch.where(self.to_target[rows] == ids, rows, -1)
+
     def spread(self, logits: Tensor, vocab_size: int) -> Tensor:
         """The logits `[…, V]` of all ids from those of the rows `[…, U]`, -inf for ids without a row.
 
@@ -45,6 +71,48 @@ class VocabMap:
         logits = logits.narrow(-1, 0, len(self.to_target))
         whole = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
         return whole.scatter_(-1, self.to_target.expand_as(logits), logits)
+
+    @classmethod
+    def of_counts(cls, counts_V: Tensor, *, size: int, always: Sequence[int] = ()) -> VocabMap:
+        """The map of the most frequent ids of a text; of equally frequent ones the lower, so that the lowest ids fill
+        the places of a text with fewer ids.
+
+        Args:
+            counts_V: `[V]` times that each id is in the text.
+            size: U.
+            always: ids that are kept whatever their counts.
+
+        Raises:
+            ValueError: `always` does not fit into `size`, or `size` not into V.
+
+        Source: Goel et al. 2025 (VocabTrim), section 3; Li et al. 2025 (EAGLE-3), its code, for the order by id and the
+        filling.
+
+        >>> VocabMap.of_counts(torch.tensor([0, 5, 2, 0, 9, 2, 0]), size=4, always=[6]).to_target.tolist()
+        [1, 2, 4, 6]
+        """
+        least, vocabulary = max(len(set(always)), 1), len(counts_V)
+        if not least <= size <= vocabulary:
+            ends = f" ({least} are always kept)" if least > 1 else ""
+            raise ValueError(f"size={size}: use {least} to {vocabulary} tokens{ends}")
+        return cls(to_target=ranked(counts_V, always)[:size].sort().values)
+
+    def d2t(self) -> Tensor:
+        """`[U]` int64 offsets, as they are stored: target id minus row.
+
+        >>> VocabMap(to_target=torch.tensor([0, 2, 3])).d2t().tolist()
+        [0, 1, 1]
+        """
+        return self.to_target - torch.arange(len(self.to_target), device=self.to_target.device)
+
+    def t2d(self, vocabulary: int) -> Tensor:
+        """`[V]` bool, as it is stored: whether an id has a row.
+
+        >>> VocabMap(to_target=torch.tensor([0, 2])).t2d(4).tolist()
+        [True, False, True, False]
+        """
+        has_row_V = torch.zeros(vocabulary, dtype=torch.bool, device=self.to_target.device)
+        return has_row_V.index_fill(0, self.to_target, True)
 
     @classmethod
     def stored(cls, d2t: Tensor, t2d: Tensor | None, *, rows: int, vocabulary: int, name: str) -> VocabMap:

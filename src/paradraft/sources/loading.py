@@ -208,11 +208,11 @@ def load_model(
     return (model if settings else model.to(device)).eval()
 
 
-def load_numbers(name: str, runtime: Runtime) -> PreTrainedModel:
+def load_numbers(name: str, runtime: Runtime, *, head: ReducedHead | None = None) -> PreTrainedModel:
     """Loads a causal LM as `load_model`, for training: weights that are stored in few bits become numbers."""
     config = load_config(name)
     if not is_in_few_bits(name, config):
-        return load_model(name, runtime, config)
+        return load_model(name, runtime, config, head=head)
     model = load_model(name, Runtime(device=runtime.device, dtype=STORED), config)
     dequantize(model, runtime.computed_in)
     return model

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from paradraft.formats.gguf import is_gguf
@@ -65,6 +65,31 @@ def reduced_head(name: str, config: PretrainedConfig) -> ReducedHead | None:
     file, (rows, width) = stored[HEAD]
     vocab_map = VocabMap.stored(d2t, t2d, rows=rows, vocabulary=config.vocab_size, name=name)
     return ReducedHead(vocab_map=vocab_map, file=file, shape=(rows, width))
+
+
+@torch.no_grad()
+def cut_head(model: PreTrainedModel, rows_U: Tensor, vocab_map: VocabMap) -> None:
+    """Leaves a model, in place, these rows of its output head, and the map that is stored beside them.
+
+    The embedding keeps all rows, also where it was the head too.
+
+    Args:
+        rows_U: indices of the rows.
+        vocab_map: the ids of these rows.
+    """
+    weight_UD = model.get_output_embeddings().weight.detach()[rows_U].clone()
+    linear = nn.Linear(weight_UD.shape[1], len(rows_U), bias=False, device="meta", dtype=model.dtype)
+    linear.weight = nn.Parameter(weight_UD, requires_grad=False)
+    model.set_output_embeddings(linear)
+    store_map(model, vocab_map)
+
+
+def store_map(model: PreTrainedModel, vocab_map: VocabMap) -> None:
+    """Lets a model's folder, once it is saved, have the map of its output head."""
+    model.config.tie_word_embeddings = False
+    setattr(model.config, ROWS, len(vocab_map.to_target))
+    model.register_buffer(D2T, vocab_map.d2t().to(model.device))
+    model.register_buffer(T2D, vocab_map.t2d(model.config.vocab_size).to(model.device))
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.drafters.parts.previous_token import load_head, stored_head
-from paradraft.formats.folder import save_model
+from paradraft.formats.folder import check_free, save_model
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, declared_mask_id, forget_masks
 from paradraft.models.architectures import context_of, spec_of
 from paradraft.models.devices import TORCH_DTYPES
@@ -106,7 +105,7 @@ def make(
     """
     if dtype is not None and dtype not in TORCH_DTYPES:
         raise ValueError(f"dtype={dtype!r}: use one of {', '.join(TORCH_DTYPES)}")
-    _check_free(out)
+    check_free(out)
     folder = locate(target, "target")
     config, tokenizer = load_config(folder), load_tokenizer(folder)
     if context_of(config) < config.max_position_embeddings:
@@ -144,17 +143,6 @@ def make(
         elsewhere=tuple(f"{index} ({token})" for index, token in _elsewhere(tokenizer, config, folder)),
         recipes=tuple(out / name for name in recipes),
     )  # fmt: skip
-
-
-def _check_free(out: Path) -> None:
-    if out.is_dir():
-        if any(out.iterdir()):
-            raise ValueError(f"{str(out)!r} is not empty: delete it, or choose another folder")
-    elif out.exists():
-        raise ValueError(f"{str(out)!r} is a file: choose another folder")
-    above = next(folder for folder in out.resolve().parents if folder.exists())
-    if not (above.is_dir() and os.access(above, os.W_OK)):
-        raise ValueError(f"{str(out)!r} cannot be written: {str(above)!r} is no folder, or not yours")
 
 
 def _cut(folder: str, kept: tuple[int, ...], dtype: str) -> PreTrainedModel:
