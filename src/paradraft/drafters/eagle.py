@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from paradraft.core import Draft
+from paradraft.drafters.parts.draft_head import draft_head
 from paradraft.drafters.parts.draft_layers import DraftLayers, target_layers
 from paradraft.drafters.parts.model_drafter import Config, ModelDrafter
 from paradraft.formats.head import Head, read_head
@@ -55,6 +56,7 @@ class EagleDrafter(ModelDrafter):
         self.layers = DraftLayers(
             target, head, runtime, layers=target_layers(head), joined=self._joined, for_vllm=for_vllm
         )
+        self._head = draft_head(target, head)
         super().__init__(self.layers.lm, self.layers)
         self.models = (self.lm,)
         self.hidden_layers = self.layers.layers
@@ -89,7 +91,7 @@ class EagleDrafter(ModelDrafter):
             if candidates:
                 wanted_B1 = best_BK[:, -1:].masked_fill(lengths_B1 <= depth, ABSENT)
                 states_B1D = layers.step(wanted_B1, states_B1D)
-            logits_B1V = layers.target.head(states_B1D)
+            logits_B1V = self._head(states_B1D)
             candidates.append(self._sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), best_BK))
             best_BK = torch.cat([best_BK, candidates[-1].tokens[:, :, 0]], dim=1)
         self.lm.cache.rollback(committed)
@@ -110,10 +112,10 @@ class EagleDrafter(ModelDrafter):
             vectors_BXD = torch.cat([vectors_BXD, vectors_BWD], dim=1)
             read_BXD = layers.look(present_B1.expand_as(before_BX), before_BX, vectors_BXD)
             states_BWD = read_BXD[:, -new_BW.shape[1] :]
-            return target.head(states_BWD)
+            return self._head(states_BWD)
 
         widest = max(self.lm.width // k, 1)
-        draft = expanded(self._sampler, self._tree, target.head(states_BWD), expand, k=k, widest=widest)
+        draft = expanded(self._sampler, self._tree, self._head(states_BWD), expand, k=k, widest=widest)
         return replace(draft, tokens=draft.tokens.masked_fill(~is_wanted_B1, ABSENT))
 
 

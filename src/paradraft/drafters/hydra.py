@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from paradraft.core import Draft
+from paradraft.drafters.parts.draft_head import draft_head
 from paradraft.drafters.parts.last_states import LastStates
 from paradraft.drafters.parts.model_drafter import Config, ModelDrafter
 from paradraft.formats.head import Head, read_head
@@ -43,6 +44,7 @@ class HydraDrafter(ModelDrafter):
         super().__init__(lm, self._last)
         self.max_k = head.setting("num_heads", int)
         self._scale = head.setting("embedding_scale", float)
+        self._head = draft_head(lm, head)
         width = lm.model.config.hidden_size
         self._blocks = [
             lm.linear(
@@ -63,7 +65,7 @@ class HydraDrafter(ModelDrafter):
         for depth, block in enumerate(self._blocks[:k]):
             if candidates:
                 read_BX = torch.cat([read_BX, self._embedded(best_BK[:, -1])], dim=1)
-            logits_B1V = self.lm.head((self._last.states_BD + silu(block(read_BX)))[:, None])
+            logits_B1V = self._head((self._last.states_BD + silu(block(read_BX)))[:, None])
             candidates.append(self._sampler.candidates(logits_B1V, depth, count, best_BK))
             best_BK = torch.cat([best_BK, candidates[-1].tokens[:, :, 0]], dim=1)
         return assemble(joined(candidates), self._tree, aside=0.0, faster=grow)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from paradraft.core import Draft
+from paradraft.drafters.parts.draft_head import draft_head, drafted_ids
 from paradraft.drafters.parts.last_states import LastStates
 from paradraft.drafters.parts.model_drafter import Config, ModelDrafter
 from paradraft.drafters.parts.one_pass import draft_of_pass
@@ -40,7 +41,7 @@ class MedusaDrafter(ModelDrafter):
         super().__init__(lm, self._last)
         self.max_k = head.setting("num_heads", int)
         blocks = range(self.max_k)
-        width, rows = lm.model.config.hidden_size, len(lm.model.lm_head.weight)
+        width = lm.model.config.hidden_size
         names = [
             [f"blocks.{n}.layers.{layer}" for n in blocks] for layer in range(head.setting("num_hidden_layers", int))
         ]
@@ -51,8 +52,10 @@ class MedusaDrafter(ModelDrafter):
             ]
             for layer in names
         ]
+        self._head = draft_head(lm, head)
         self._heads: list[Callable[[Tensor], Tensor]] | None = None
         if not head.setting("original_lm_head", bool):
+            rows, self._ids = drafted_ids(lm, head)
             self._heads = [lm.linear(head.tensor(f"lm_heads.{index}.weight", rows, width)) for index in blocks]
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
@@ -68,9 +71,9 @@ class MedusaDrafter(ModelDrafter):
             moved = [block(states_BKD[:, index]) for index, block in enumerate(layer[:k])]
             states_BKD = states_BKD + silu(torch.stack(moved, dim=1))
         if self._heads is None:
-            return self.lm.head(states_BKD)
+            return self._head(states_BKD)
         each = [head(states_BKD[:, index]) for index, head in enumerate(self._heads[:k])]
-        return self.lm.allowed(torch.stack(each, dim=1))
+        return self._ids.logits(torch.stack(each, dim=1))
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> MedusaDrafter:

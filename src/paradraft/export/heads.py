@@ -22,8 +22,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from paradraft.drafters import serving_of
+from paradraft.drafters.parts.draft_head import UP
 from paradraft.drafters.parts.draft_layers import mistral_like
 from paradraft.formats.head import BODY, Head, write_head
+from paradraft.formats.vocab_map import D2T
 from paradraft.traits import INSTEAD
 
 OUTPUT_HEAD = "lm_head.weight"
@@ -51,6 +53,10 @@ def check_head(head: Head, k: int) -> None:
     name, method = str(head.config["model_type"]), _method(head)
     if method == MEDUSA and k > (heads := head.setting("num_heads", int)):
         raise ValueError(f"k={k}: {head.name!r} has {heads} heads, so it drafts at most as many tokens")
+    if method is not None and not {D2T, UP}.isdisjoint(head.weights):
+        raise ValueError(
+            f"{head.name!r} has an output head that vLLM does not read: train it without draft_vocab_size and head_rank"
+        )
     if method is None or (method == EAGLE and head.config.get("for_vllm") is not True):
         why = serving_of(name).refusal or f"vLLM has no drafter {name!r}: {INSTEAD}"
         raise ValueError(f"{head.name!r} is of the kind {name}, and {why}")

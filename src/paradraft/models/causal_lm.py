@@ -112,7 +112,7 @@ class CausalLM:
         parts = [stage.model for stage in stages] or [model]
         self.device = parts[-1].device
         """Device of tokens and logits: that of the last stage."""
-        self._ids = OutputIds(vocab_size, vocab_map, self.device)
+        self.ids = OutputIds(vocab_size, vocab_map, self.device)
         self.refusals: list[str] = []
         """Warnings about passes in C++ that were refused for a supported model."""
         forward_of = partial(
@@ -338,12 +338,12 @@ class CausalLM:
 
     def allowed(self, logits: Tensor) -> Tensor:
         """The logits `[…, V]` of ids, from those of the head's rows; -inf for ids that may not be chosen. In place."""
-        return self._ids.logits(logits)
+        return self.ids.logits(logits)
 
     def forbid(self, tokens: Iterable[int]) -> None:
         """Forbids tokens for good, such as the model's suppressed ones."""
-        self._ids.forbid(tokens)
+        self.ids.forbid(tokens)
 
     def reserve(self, tokens: Iterable[int]) -> None:
         """Forbids tokens, such as a drafter's mask token, until the next call."""
-        self._ids.reserve(tokens)
+        self.ids.reserve(tokens)

@@ -23,9 +23,15 @@ class OutputIds:
     """
 
     def __init__(self, vocab_size: int, vocab_map: VocabMap | None, device: torch.device) -> None:
-        self._vocab_size = vocab_size
+        self._vocab_size, self._device = vocab_size, device
         self._vocab_map = None if vocab_map is None else vocab_map.below(vocab_size, device)
         self._forbidden, self._reserved = set[int](), set[int]()
+
+    def of_rows(self, vocab_map: VocabMap | None) -> OutputIds:
+        """The ids of another head's rows, with the same ids that may not be chosen."""
+        ids = OutputIds(self._vocab_size, vocab_map, self._device)
+        ids._forbidden, ids._reserved = self._forbidden, self._reserved
+        return ids
 
     def logits(self, rows: Tensor) -> Tensor:
         """Logits `[…, V]` from those of the rows `[…, U]`, in place where possible; -inf for ids without a row, and
@@ -44,4 +50,5 @@ class OutputIds:
 
     def reserve(self, tokens: Iterable[int]) -> None:
         """Forbids tokens until the next call."""
-        self._reserved = {token for token in tokens if token < self._vocab_size}
+        self._reserved.clear()
+        self._reserved.update(token for token in tokens if token < self._vocab_size)

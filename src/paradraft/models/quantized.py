@@ -163,9 +163,13 @@ class QuantizedTensor(Tensor):
         outputs_U, inverse = tokens.unique(return_inverse=True)
         if self._parts is None and isinstance(self.source, HasRows):
             return self._numbers(self.source.rows(outputs_U))[inverse]
+        return self.of_outputs(outputs_U).dequantize()[inverse]
+
+    def of_outputs(self, outputs_U: Tensor) -> QuantizedTensor:
+        """The weights of some outputs `[U]` in the same format, whose products are the same to the last bit."""
         values, scales, offsets = self.parts
         parts = values[outputs_U], scales[outputs_U], None if offsets is None else offsets[outputs_U]
-        return self._numbers(parts)[inverse]
+        return QuantizedTensor(*parts, bits=self.bits, group=self.group, dtype=self.dtype)
 
     def dequantize(self) -> Tensor:
         """The weights `[N, K]` in the dtype of results."""
@@ -220,6 +224,13 @@ def keep_parts(model: nn.Module) -> None:
     for weight in model.parameters():
         if isinstance(weight, QuantizedTensor):
             weight.keep_parts()
+
+
+def of_outputs(weight: Tensor, outputs_U: Tensor) -> Tensor:
+    """The weights of some outputs `[U]`, stored as all are."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.of_outputs(outputs_U)
+    return weight.detach()[outputs_U.to(weight.device)]
 
 
 def as_numbers(weight: Tensor) -> Tensor:

@@ -97,6 +97,14 @@ def test_the_others_are_refused_with_a_reason() -> None:
         check_head(head, 3)
 
 
+@pytest.mark.parametrize("settings", [{"draft_vocab_size": 9}, {"head_rank": 4}])
+def test_a_smaller_output_head_is_refused(family: Path, tmp_path: Path, settings: dict[str, int]) -> None:
+    """Guards against vLLM drafting with the target's head what was trained with another."""
+    head = trained(family, tmp_path / "head", "medusa", **settings)
+    with pytest.raises(ValueError, match="has an output head that vLLM does not read: train it without"):
+        check_head(head, 3)
+
+
 def test_a_server_takes_only_what_was_exported(family: Path, tmp_path: Path) -> None:
     """Guards against heads that vLLM fills with anything: more than were trained, or an output head that is not there;
     and against those of another target."""

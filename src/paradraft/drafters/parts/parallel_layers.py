@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from paradraft.core import Draft
+from paradraft.drafters.parts.draft_head import draft_head
 from paradraft.drafters.parts.draft_layers import DraftLayers, Masks
 from paradraft.drafters.parts.model_drafter import ModelDrafter
 from paradraft.drafters.parts.one_pass import draft_of_pass
@@ -37,7 +38,8 @@ class ParallelLayersDrafter(ModelDrafter):
         self._target, self._masks = target, Masks(head, target.device)
         self.max_k = self._masks.max_k
         has_head = "previous_token_rank" in head.config
-        self._correction = Correction(target, previous_token_head(head)) if has_head else None
+        self._head = draft_head(target, head)
+        self._correction = Correction(target, previous_token_head(head), self._head) if has_head else None
 
     def joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
         """The layers' input `[…, D]` from embeddings and states of tokens or masks, see `DraftLayers`."""
@@ -48,4 +50,4 @@ class ParallelLayersDrafter(ModelDrafter):
         if max(lengths) == 0:
             return Draft.empty(len(lengths), self._target.device)
         states_BKD = self._layers.read(lengths, lambda states_BD, k: self.joined(*self._masks(states_BD, k)))
-        return draft_of_pass(self._sampler, self._tree, self._target.head(states_BKD), self._correction, states_BKD)
+        return draft_of_pass(self._sampler, self._tree, self._head(states_BKD), self._correction, states_BKD)

@@ -17,6 +17,7 @@ Shape letters: M rows, D hidden size, X rank.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -133,17 +134,23 @@ def _head_of(weights: dict[str, Tensor], rank: int, width: int) -> PreviousToken
 
 
 class Correction:
-    """Drafts token by token from the outputs of one pass of `lm`, corrected by a previous-token head."""
+    """Drafts token by token from the outputs of one pass of `lm`, corrected by a previous-token head.
+
+    Args:
+        output_head: of the logits; by default that of `lm`.
+    """
 
     @torch.no_grad()
-    def __init__(self, lm: CausalLM, head: PreviousTokenHead) -> None:
+    def __init__(
+        self, lm: CausalLM, head: PreviousTokenHead, output_head: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         model: Any = lm.model
         self._lm = lm
         self._state = lm.linear(head.state.weight, head.state.bias)
         self._token = lm.linear(head.token.weight)
         self._memory = lm.linear(head.memory.weight)
         # W C as one matrix, in bfloat16 precision, as most models' weights. Forbidden tokens get 0.
-        both_XV = lm.head(head.correction.weight.T.to(lm.device, lm.model.dtype))
+        both_XV = (output_head or lm.head)(head.correction.weight.T.to(lm.device, lm.model.dtype))
         both_VX = both_XV.masked_fill(both_XV == -torch.inf, 0.0).T.bfloat16().to(lm.model.dtype)
         self._correction = lm.linear(both_VX)
         self._native = None
