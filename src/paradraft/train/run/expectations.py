@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paradraft.train.run.evaluation_time import SHARE
+from paradraft.wording import number_of
+
 UNMEASURED = 1
 """Warm-up steps that are not measured."""
 MEASURED = 2
@@ -60,6 +63,7 @@ class FirstSteps:
 
     Args:
         evaluation_s: duration of one, if measured.
+        is_limited: whether evaluations are left out that would take more than `SHARE` of the time.
 
     Example:
         >>> first = FirstSteps(steps=600, evaluations=10, evaluation_s=60.0)
@@ -68,8 +72,9 @@ class FirstSteps:
         >>> first.add(1000, taken_s=2.0)
     """
 
-    def __init__(self, *, steps: int, evaluations: int, evaluation_s: float | None) -> None:
+    def __init__(self, *, steps: int, evaluations: int, evaluation_s: float | None, is_limited: bool = False) -> None:
         self._steps, self._evaluations, self._evaluation_s = steps, evaluations, evaluation_s
+        self._is_limited = is_limited
         self._done, self._rows, self._taken_s = 0, 0, 0.0
 
     def add(self, rows: int, *, taken_s: float) -> str | None:
@@ -93,8 +98,12 @@ class FirstSteps:
             if self._evaluation_s is None:
                 details.append(f"{self._evaluations} evaluations come on top")
             else:
-                whole_s += self._evaluations * self._evaluation_s
-                details.append(f"{self._evaluations} evaluations of {self._evaluation_s:.0f} s")
+                evaluations = self._evaluations
+                if self._is_limited:
+                    paid = int(SHARE / (1 - SHARE) * whole_s / max(self._evaluation_s, 1e-9))
+                    evaluations = min(evaluations, max(paid, 1))
+                whole_s += evaluations * self._evaluation_s
+                details.append(f"{number_of(evaluations, 'evaluation')} of {self._evaluation_s:.0f} s")
         rows_of_all = round(self._rows / MEASURED * self._steps)
         return f"expected: {rows_of_all:,} rows in {self._steps:,} steps, {_duration(whole_s)} ({'; '.join(details)})"
 

@@ -29,6 +29,7 @@ from paradraft.train.optimizers import Optimizers
 from paradraft.train.run import curves, progress
 from paradraft.train.run.acceptance import DrafterLoader
 from paradraft.train.run.checkpoint import Checkpoints, State
+from paradraft.train.run.evaluation_time import EvaluationTime
 from paradraft.train.run.expectations import FirstSteps, curves_in_words
 from paradraft.train.run.model_card import model_card
 from paradraft.train.run.processes import STOP_SIGNALS, StoppedError, StopRequest, as_one, close
@@ -37,7 +38,7 @@ from paradraft.train.run.provenance import write_record
 from paradraft.train.run.setup import Preparation
 
 EVALUATIONS = 10
-"""Default number of evaluations of a run."""
+"""Most evaluations of a run, unless a recipe says how often."""
 PICTURE_S = 60.0
 """Least seconds between two plots of the curves: a plot takes half a second."""
 
@@ -73,6 +74,7 @@ class Loop:
         self._request = request
         self.steps = self.prepared.steps
         self.evaluate_every = recipe.evaluate_every or max(self.steps // EVALUATIONS, 1)
+        self._evaluations = EvaluationTime()
         self.depths = prepared.trainee.depths
         self.importance_K = torch.tensor(recipe.weights_by_depth, device=self.device)
         self.optimizers = Optimizers(
@@ -132,6 +134,8 @@ class Loop:
         if self.accelerator.is_main_process:
             out = self.recipe.out
             curves.draw(out)
+            if self.prepared.held_out:
+                self._announce(self._evaluations.in_words)
             results = {"steps_done": done, "best": best and asdict(best), "before_training": first and asdict(first)}
             write_record(self.recipe, str(self.device), **self._origin, **results)
             drafter = self.checkpoints.drafter(done if best is None else best.step)
@@ -165,8 +169,13 @@ class Loop:
         if self._standing.is_over(self.recipe.patience) or (not is_evaluated and self._evaluate(first)):
             return first
         evaluation_s = None if is_evaluated else time.perf_counter() - began_s
-        evaluations = sum(map(self._evaluates_after, range(first + 1, self.steps + 1)))
-        first_steps = FirstSteps(steps=self.steps - first, evaluations=evaluations, evaluation_s=evaluation_s)
+        evaluations = sum(map(self._is_due, range(first + 1, self.steps + 1)))
+        first_steps = FirstSteps(
+            steps=self.steps - first,
+            evaluations=evaluations,
+            evaluation_s=evaluation_s,
+            is_limited=self.recipe.evaluate_every is None,
+        )
         self.objective.train()
         with ThreadPoolExecutor(1) as executor:
             prefetched = None
@@ -195,8 +204,14 @@ class Loop:
                     return done
         return self.steps
 
-    def _evaluates_after(self, done: int) -> bool:
+    def _is_due(self, done: int) -> bool:
         return bool(self.prepared.held_out) and (done % self.evaluate_every == 0 or done == self.steps)
+
+    def _evaluates_after(self, done: int) -> bool:
+        if not self._is_due(done) or done == self.steps or self.recipe.evaluate_every is not None:
+            return self._is_due(done)
+        (allows,) = broadcast_object_list([self._evaluations.allows()])  # clocks of processes differ
+        return bool(allows)
 
     def _expect(self, expected: str | None) -> None:
         """Announces the expected duration, if known, and results of recorded runs."""
@@ -269,6 +284,7 @@ class Loop:
 
     def _evaluate(self, done: int) -> bool:
         """Evaluates the drafter, keeps it if it is the best, and returns whether to stop early."""
+        began_s = time.monotonic()
         loss, accuracy = self._held_out()
         if not math.isfinite(loss):
             raise ValueError(f"the held-out loss became {loss}: lower lr or muon_lr")
@@ -295,6 +311,7 @@ class Loop:
         if self.accelerator.is_main_process and time.monotonic() - self._drawn_s > PICTURE_S:
             curves.draw(self.recipe.out)
             self._drawn_s = time.monotonic()
+        self._evaluations.add(time.monotonic() - began_s)
         return self._standing.is_over(self.recipe.patience)
 
     @torch.no_grad()
