@@ -38,7 +38,8 @@ from paradraft.models.names import POCKET
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY
 from paradraft.sources.loading import pocket_folder
-from paradraft.train.drafters.pard import PardRecipe, build
+from paradraft.train.drafters.pard import build
+from paradraft.train.drafters.pard_recipe import PardRecipe
 
 DTYPE = "float32"
 """In float32 near-ties are too rare to flip a token, so texts can be compared with `generate`."""

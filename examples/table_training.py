@@ -19,7 +19,8 @@ from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sources.loading import load_config, locate
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
-from paradraft.train.objectives.objective import LOGITS, loss_of_rows
+from paradraft.train.objectives.chunks import rows_at_once
+from paradraft.train.objectives.objective import loss_of_rows
 from paradraft.train.recipe import Recipe
 from paradraft.train.trainee import RunData
 
@@ -52,7 +53,8 @@ class Table(nn.Module):
             head=lambda hidden_mD, depths_m: self.lm_head(hidden_mD),
             teacher=None,
             kind="forward_kl",
-            chunk=max(LOGITS // self.lm_head.out_features, 1),
+            chunk=rows_at_once(self.lm_head.out_features, batch.tokens.device),
+            trained=list(self.parameters()),
         )
 
 

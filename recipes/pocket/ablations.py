@@ -22,7 +22,8 @@ from paradraft.bench.report.summary import write_json
 from paradraft.cli.commands.train import run_with_display
 from paradraft.environment import describe_machine
 from paradraft.models.runtime import Runtime
-from paradraft.train.drafters.pard import PardRecipe, build
+from paradraft.train.drafters.pard import build
+from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.run.acceptance import AcceptanceMeter, DrafterLoader
 from paradraft.train.run.curves import read_history
 from paradraft.train.run.progress import Progress

@@ -28,8 +28,8 @@ from paradraft.sources.loading import load_model
 from paradraft.sources.target_loading import load_target
 from paradraft.train import recipe_class
 from paradraft.train.drafters import eagle, eagle_parallel, ppd
-from paradraft.train.drafters.pard import PardRecipe
 from paradraft.train.drafters.pard import build as build_drafter
+from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.init.init_draft import make
 from paradraft.train.init.init_from import PrunedTarget
 from paradraft.train.recipe_file import load_recipe

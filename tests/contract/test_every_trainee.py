@@ -48,6 +48,12 @@ SETTINGS = [
     ("eagle_parallel", {"previous_token_rank": 6, "target_layers": [1]}),
     ("medusa_parallel", {"previous_token_rank": 5, "target_layers": [-1, 1]}),
     ("medusa_parallel", {"previous_token_rank": 5, "reads": "embedding"}),
+    ("medusa", {"draft_vocab_size": 12}),
+    ("medusa", {"draft_vocab_size": 12, "own_heads": True}),
+    ("hydra", {"head_rank": 6}),
+    ("eagle", {"draft_vocab_size": 12, "own_steps": 3}),
+    ("eagle_parallel", {"draft_vocab_size": 12, "head_rank": 6}),
+    ("eagle_parallel", {"draft_vocab_size": 20, "previous_token_rank": 6}),
 ]
 """What else of these drafters must be computed in decoding as it was trained."""
 CHAINED = [
@@ -108,6 +114,7 @@ def test_it_learns_from_its_own_text(family: Path, tmp_path: Path, name: str) ->
     stopped within a period goes on bit by bit. One that learns no divergence is refused in a line."""
     kind, target = recipe_class(trainee_module(name)), str(family / "target")
     settings = {"target": target, "held_out": 1, "prompt_tokens": 6, "answer_tokens": 8, "source": "rollouts:every=4"}
+    settings |= {"evaluate_every": 1}
     divergence = {"teacher": target, "loss": "forward_kl"}
     settings |= {name: value for name, value in divergence.items() if name in kind.model_fields}
     if recipe_for(name, family, tmp_path / "out", **settings).divergence is None:
@@ -284,6 +291,8 @@ def test_decoding_computes_what_is_trained(
         with torch.no_grad():
             hidden = objective.hidden(rows, objective.target.states(rows.texts, objective.target_layers))
             predicted = objective.head(hidden.flatten(0, 1), rows.depths.flatten())[:, :VOCAB].argmax(-1)
+            if (vocab_map := objective.target.vocab_map) is not None:
+                predicted = vocab_map.to_target[predicted]
         is_after = (rows.positions - rows.depths).flatten() == len(prompt) - 1
         depths = rows.depths.flatten()[is_after].tolist()
         assert depths == list(range(trainee.depths))

@@ -30,7 +30,7 @@ from paradraft.engine.loader import load
 from paradraft.engine.speculation import Speculation
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
-from paradraft.train.drafters.pard import PardRecipe
+from paradraft.train.drafters.pard_recipe import PardRecipe
 from tests.contract import test_every_drafter as contract
 
 ROOT = Path(__file__).parents[2]

@@ -134,9 +134,10 @@ def of_one_family(ours: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
 
 
 def set_to_mean(model: PreTrainedModel, index: int | slice, used: int) -> None:
-    """Sets rows of the embedding, and of an untied output head, to the mean of the first `used` rows."""
+    """Sets rows of the embedding, and of an untied output head that has all rows, to the mean of the first `used`."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     with torch.no_grad():
-        for weight in {model.get_input_embeddings().weight, model.get_output_embeddings().weight}:
+        for weight in {embedding, head} if len(head) == len(embedding) else {embedding}:
             weight[index] = weight[:used].mean(0)
 
 

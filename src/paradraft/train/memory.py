@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -21,11 +22,12 @@ from paradraft.models.runtime import STORED, Runtime
 from paradraft.sources.load_plan import Checkpoint, LoadPlan
 from paradraft.sources.loading import load_skeleton, locate
 from paradraft.sources.target_loading import weights_bytes
-from paradraft.train.objectives.objective import LOGITS
+from paradraft.train.objectives.chunks import logits_at_once
 from paradraft.train.objectives.rows import FLEX
 from paradraft.train.recipe import Recipe
 from paradraft.train.trainee import RunData
 
+CPU = torch.device("cpu")
 NF4_BYTES = 0.52
 """Bytes per weight, including its share of the scales."""
 
@@ -82,6 +84,7 @@ def estimate(
     rows: int,
     passes: int,
     bf16: bool,
+    device: torch.device = CPU,
     is_taught: bool = False,
     beside: int = 0,
 ) -> Estimate:
@@ -108,6 +111,7 @@ def estimate(
         vocab_size=config.vocab_size,
         weights=weights,
         rows=passes * rows,
+        device=device,
         is_taught=is_taught,
     )
 
@@ -130,7 +134,15 @@ def kept_by_layers(recipe: Recipe, config: PretrainedConfig, *, bf16: bool) -> f
 
 
 def estimate_rows(
-    *, trained: int, kept: float, mask: float, vocab_size: int, weights: float, rows: float, is_taught: bool
+    *,
+    trained: int,
+    kept: float,
+    mask: float,
+    vocab_size: int,
+    weights: float,
+    rows: float,
+    device: torch.device,
+    is_taught: bool,
 ) -> Estimate:
     """Estimates a run on training rows.
 
@@ -144,7 +156,7 @@ def estimate_rows(
         optimizer=12.0 * trained,
         rows=rows * kept,
         mask=mask,
-        logits=4.0 * (6 if is_taught else 3) * min(rows * vocab_size, LOGITS),
+        logits=4.0 * (6 if is_taught else 3) * min(rows * vocab_size, logits_at_once(device)),
     )
 
 
@@ -174,6 +186,24 @@ def frozen_bytes(folder: str, *, bf16: bool, as_numbers: bool = False) -> float:
         return float((2 if bf16 else 4) * parameters_of(load_skeleton(folder)))
     dtype = STORED if checkpoint.is_quantized else "bfloat16" if bf16 else "float32"
     return weights_bytes(LoadPlan(checkpoint=checkpoint, runtime=Runtime(device="cpu", dtype=dtype)))
+
+
+def cache_bytes(recipe: Recipe, data: RunData, *, states: int, default_gb: float) -> float:
+    """Bytes of the run's device that a cache of states takes.
+
+    Args:
+        states: numbers of a token.
+        default_gb: `Teacher.cached_gb`.
+
+    Raises:
+        ValueError: the host has too little memory.
+    """
+    cached, host = recipe.feature_cache_gb, psutil.virtual_memory().total / 1e9
+    cached = default_gb if cached is None else cached
+    if cached > host:
+        raise ValueError(f"feature_cache_gb={cached:g}: this machine has {host:.0f} GB of memory")
+    tokens = sum(len(sample.tokens) for sample in data.samples)
+    return min(cached * 1e9, 4.0 * states * tokens) if data.device.type == "cpu" else 0.0
 
 
 def largest_pass(recipe: Recipe, data: RunData) -> tuple[int, int]:

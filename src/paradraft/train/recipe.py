@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Beta = Annotated[float, Field(ge=0, lt=1)]
 NOT_DECISIVE = frozenset({
     "out", "log_every", "save_every", "report_to", "skip_unlabelled", "device", "attention", "gradient_checkpointing",
-    "samples_per_pass", "pack", "bf16",
+    "samples_per_pass", "pack", "bf16", "feature_cache_gb",
 })  # fmt: skip
 """Settings that change location, speed and memory of a training but, except for rounding, not the drafter. Checkpoints
 record their precision, because `bf16` may be None."""
@@ -70,6 +70,11 @@ class Recipe(BaseModel):
             settings=("prompts", "prompt_tokens", "answer_tokens"),
             wanted="a target to measure with",
             is_on=lambda recipe: recipe.measured_with is not None,
+        ),
+        Part(
+            settings=("feature_cache_gb",),
+            wanted="states of a teacher or target to cache",
+            is_on=lambda recipe: recipe.caches_states,
         ),
         Part(
             settings=("pack",),
@@ -128,6 +133,13 @@ class Recipe(BaseModel):
         description="longer samples: truncate, split, or auto: split plain text, truncate what has a prompt or turns",
     )
     pack: bool = Field(default=False, description="pack short samples into sequences of up to max_length")
+    feature_cache_gb: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e6,
+        description="host memory for a cache of the teacher's or target's states, which are then computed once for all "
+        "epochs; 0: no cache; by default 2 if its weights are stored in few bits, else 0",
+    )
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw", description="adamw, or muon for the matrices and AdamW for the rest"
     )
@@ -167,7 +179,12 @@ class Recipe(BaseModel):
     held_out: int | None = Field(
         default=None, ge=0, description="size of the held-out set; by default 1 in 20 samples, at most 64"
     )
-    evaluate_every: int | None = Field(default=None, ge=1, description="steps between evaluations; by default a tenth")
+    evaluate_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="steps between evaluations; by default a tenth, or "
+        "more if evaluations took more than a tenth of the time",
+    )
     target: str | None = Field(default=None, description="decode held-out prompts with this target to measure")
     prompts: int = Field(default=8, ge=1, description="count of held-out prompts")
     prompt_tokens: int = Field(default=64, ge=1, description="tokens of a prompt that is cut from plain text")
@@ -254,6 +271,11 @@ class Recipe(BaseModel):
     def divergence(self) -> Divergence | None:
         """Divergence from a teacher's probabilities; None learns the tokens of the text."""
         return None
+
+    @property
+    def caches_states(self) -> bool:
+        """Whether a cache holds the states of a frozen model."""
+        return False
 
     @property
     def measured_with(self) -> str | None:

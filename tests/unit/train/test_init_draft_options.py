@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from paradraft.engine.loader import load
 from paradraft.formats import folder
-from paradraft.train.drafters.pard import PardRecipe
+from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.init.adaptation import add_mask_token
 from paradraft.train.init.init_draft import make
 from paradraft.train.init.init_from import InitFrom, PretrainedSibling, PrunedTarget, RandomInit

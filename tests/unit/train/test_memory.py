@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from paradraft.data.samples import Sample
 from paradraft.sources.loading import load_tokenizer
 from paradraft.train import memory
-from paradraft.train.drafters.pard import PardRecipe, drafter_skeleton
+from paradraft.train.drafters.pard import drafter_skeleton
+from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.objectives.batch import Drop, collate
 from paradraft.train.objectives.objective import Objective
 from paradraft.train.run import setup

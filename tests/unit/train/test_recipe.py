@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from paradraft.data.mix import Source
-from paradraft.train.drafters.pard import PardRecipe
+from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.recipe_file import load_recipe
 
 TEXT = "model: some/model\ndata: [a.txt, b.jsonl]\nout: there\nsteps: 100\n"

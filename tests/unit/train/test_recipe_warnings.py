@@ -6,7 +6,7 @@ import pytest
 from examples.demo import FULL, SHORT, recipe
 
 from paradraft.train import recipe_class, trainee_module, trainee_names
-from paradraft.train.drafters.pard import PardRecipe
+from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.init.templates import templates_of
 from paradraft.train.recipe import ignored_settings
 from paradraft.train.recipe_file import load_recipe

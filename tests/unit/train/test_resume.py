@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paradraft.train.drafters.pard import PardRecipe
+from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.run.acceptance import AcceptanceMeter, Decoded
 from paradraft.train.run.progress import Report
 from tests.support.training import train_pard

@@ -26,13 +26,12 @@ from paradraft.sources.loading import load_config, locate
 from paradraft.train import memory
 from paradraft.train.drafters.heads import (
     HeadObjective,
-    HeadRecipe,
     HeadTrainee,
     check_memory,
     embedding_scale,
-    frozen_target,
     states_before,
 )
+from paradraft.train.drafters.output_heads import DraftHeadRecipe, trimmed_target
 from paradraft.train.objectives.batch import Drop, TrainingBatch
 from paradraft.train.objectives.losses import IGNORED
 from paradraft.train.objectives.objective import corrected
@@ -42,7 +41,7 @@ from paradraft.train.recipe import Part
 from paradraft.train.trainee import RunData
 
 
-class LayersRecipe(HeadRecipe):
+class LayersRecipe(DraftHeadRecipe):
     """Settings of trainings of decoder layers on the target's states."""
 
     layers: int = Field(default=1, ge=1, description="decoder layers of the target's shape")
@@ -64,6 +63,11 @@ class LayersRecipe(HeadRecipe):
         if not self.regression and not self.classification:
             raise ValueError("regression=0, classification=0: nothing would be learnt, give one of them a weight")
         return self
+
+    @property
+    def layers_read(self) -> int:
+        """See `HeadRecipe`."""
+        return len({*self.target_layers, FINAL_NORM})
 
 
 class ParallelRecipe(LayersRecipe):
@@ -273,7 +277,7 @@ def layers_trainee(
     rows = sum(max(drop.r**depth, drop.r_min) for depth in range(drop.k))
     kept = memory.kept_by_layers(recipe, shape.config, bf16=data.bf16) + 4.0 * 6 * config.hidden_size
     needed = check_memory(recipe, data, trained=trained, kept=kept, rows_per_token=rows, attended_per_token=rows)
-    objective = build(frozen_target(recipe, data)).to(data.device)
+    objective = build(trimmed_target(recipe, data)).to(data.device)
     head_config = {
         "hidden_size": config.hidden_size,
         "num_hidden_layers": recipe.layers,

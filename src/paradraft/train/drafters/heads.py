@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -20,9 +19,10 @@ from torch import Tensor, nn
 from paradraft.data.samples import Sample
 from paradraft.formats.folder import whole_folder
 from paradraft.formats.head import Head, TargetIdentity, read_checkpoint, write_head
+from paradraft.formats.vocab_map import D2T, T2D
 from paradraft.models.architectures import context_of
 from paradraft.models.forward import FINAL_NORM
-from paradraft.models.output_head import sizes_of
+from paradraft.models.output_head import finished, sizes_of
 from paradraft.models.quantization import store_in_nf4
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
@@ -31,10 +31,13 @@ from paradraft.sources.target_loading import load_target
 from paradraft.text.vocabulary import check_rows, used_rows
 from paradraft.train import memory
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
+from paradraft.train.objectives.chunks import rows_at_once
+from paradraft.train.objectives.features import FeatureCache
 from paradraft.train.objectives.losses import Divergence
-from paradraft.train.objectives.objective import LOGITS, loss_of_rows
+from paradraft.train.objectives.low_rank import LowRankHead
+from paradraft.train.objectives.objective import loss_of_rows
 from paradraft.train.objectives.pass_teacher import PassTeacher
-from paradraft.train.objectives.teacher import FeatureCache, Teacher
+from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.recipe import Recipe
 from paradraft.train.trainee import RunData
 
@@ -51,13 +54,6 @@ class HeadRecipe(Recipe):
         default=None,
         description="a drafter on the same target whose weights are the initial ones, as far as it has them; it may be "
         "of another kind, as eagle for eagle_parallel",
-    )
-    feature_cache_gb: float = Field(
-        default=0.0,
-        ge=0,
-        le=1e6,
-        description="host memory for a cache of the target's states, which saves computing them again in the next "
-        "epoch; 0: no cache",
     )
     loss: Literal["cross_entropy", Divergence] = Field(
         default="cross_entropy",
@@ -76,23 +72,28 @@ class HeadRecipe(Recipe):
         return None if self.loss == "cross_entropy" else self.loss
 
     @property
+    def caches_states(self) -> bool:
+        """See `Recipe`."""
+        return True
+
+    @property
+    def layers_read(self) -> int:
+        """Target layers whose states a batch has."""
+        return 1
+
+    @property
+    def rank_of_head(self) -> int | None:
+        """Rank of the drafter's own output head; None for the target's."""
+        return None
+
+    def draft_ids(self, vocab_size: int) -> int:
+        """U, the number of the target's ids that can be drafted."""
+        return vocab_size
+
+    @property
     def measured_with(self) -> str | None:
         """The target that decodes held-out prompts: `target`, which must be a copy of `model`, or else `model`."""
         return self.model if self.target is None else self.target
-
-
-class MedusaWeights(HeadRecipe):
-    """Settings of trainings whose loss is Medusa's (ParallelSpec, Eq. 2 and 3)."""
-
-    depth_weights: list[float] | None = Field(
-        default=None,
-        description="a list: weights of the draft positions, from position 1 on; by default 1, 0.8, 0.64, ...",
-    )
-
-    @property
-    def weights_by_depth(self) -> list[float]:
-        """λ by depth."""
-        return self.depth_weights or [DECAY**depth for depth in range(self.depths)]
 
 
 class HeadObjective(nn.Module):
@@ -102,17 +103,18 @@ class HeadObjective(nn.Module):
 
     Args:
         bf16: compute in bf16; losses are computed in float32.
-        logits: most logits in memory at a time; more are recomputed in the backward pass.
     """
 
-    def __init__(self, target: Teacher, recipe: HeadRecipe, *, bf16: bool = False, logits: int = LOGITS) -> None:
+    def __init__(self, target: Teacher, recipe: HeadRecipe, *, bf16: bool = False) -> None:
         super().__init__()
         self.target_layers = [FINAL_NORM]
         self._target = (target,)  # in a tuple, hidden from `nn.Module`: it is not trained, saved or sharded
-        self._cached_bytes = round(recipe.feature_cache_gb * 1e9)
+        self._cached_gb = recipe.feature_cache_gb
+        rank = recipe.rank_of_head
+        self.low_rank = None if rank is None else LowRankHead(target.head.weight, rank)
         self.kind = recipe.divergence
         self.bf16 = bf16
-        self.chunk = max(logits // target.model.config.vocab_size, 1)
+        self.chunk = rows_at_once(target.ids, target.model.device)
 
     @property
     def target(self) -> Teacher:
@@ -122,7 +124,7 @@ class HeadObjective(nn.Module):
     @cached_property
     def _features(self) -> FeatureCache:
         layers = dict.fromkeys([*self.target_layers, FINAL_NORM])
-        return FeatureCache(self.target, list(layers), self._cached_bytes)
+        return FeatureCache(self.target, list(layers), self._cached_gb)
 
     def hidden(self, batch: TrainingBatch, read_SNX: Tensor) -> Tensor:
         """Returns the drafter's states `[S, R, D]` of all rows, the input of `head`.
@@ -133,8 +135,11 @@ class HeadObjective(nn.Module):
         raise NotImplementedError
 
     def head(self, hidden_mD: Tensor, depths_m: Tensor) -> Tensor:
-        """Returns logits `[m, V]` of rows of depths `[m]`; by default by the target's head."""
-        return self.target.logits(hidden_mD)
+        """Returns logits `[m, V]` of rows of depths `[m]`, `[m, U]` if only some ids can be drafted; by default by the
+        target's head or that of low rank."""
+        if self.low_rank is None:
+            return self.target.logits(hidden_mD)
+        return finished(self.low_rank(hidden_mD), self.target.model.config)
 
     def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly."""
@@ -150,12 +155,13 @@ class HeadObjective(nn.Module):
         """Returns the result of `forward` from the states of `hidden`."""
         return loss_of_rows(
             hidden_SRD,
-            batch,
+            batch if self.target.vocab_map is None else batch.labelled_by_rows(self.target.vocab_map),
             weights_K,
             head=self.head,
             teacher=None if self.kind is None else self.target,
             kind=self.kind or "forward_kl",
             chunk=self.chunk,
+            trained=[weight for weight in self.parameters() if weight.requires_grad],
             read_SNE=read_SND,
         )
 
@@ -232,6 +238,9 @@ class HeadTrainee:
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Writes the drafter in bf16; see `paradraft.formats.head`."""
         stored = {name: weight.detach().to(torch.bfloat16) for name, weight in weights.items()}
+        if (vocab_map := self.objective.target.vocab_map) is not None:
+            vocabulary = self.objective.target.model.config.vocab_size
+            stored |= {D2T: vocab_map.d2t(), T2D: vocab_map.t2d(vocabulary)}
         with whole_folder(folder) as new:
             write_head(new, Head(config=self._config, target=self._identity, weights=stored))
 
@@ -308,25 +317,30 @@ def check_memory(
     Raises:
         ValueError: the device has too little memory.
     """
-    cached, host = recipe.feature_cache_gb, psutil.virtual_memory().total / 1e9
-    if cached > host:
-        raise ValueError(f"feature_cache_gb={cached:g}: this machine has {host:.0f} GB of memory")
     folder = locate(recipe.model, "target")
     skeleton = load_skeleton(folder)
+    ids = recipe.draft_ids(skeleton.config.vocab_size)
+    trained += (recipe.rank_of_head or 0) * (skeleton.config.hidden_size + ids)
     groups, longest = memory.largest_pass(recipe, data)
     frozen = memory.frozen_bytes(folder, bf16=data.bf16, as_numbers=has_gradients)
     weights = memory.weight_bytes(recipe, trained, data, frozen=frozen)
-    if is_in_few_bits(folder, skeleton.config) and not has_gradients:
-        weights += 4.0 * skeleton.lm_head.weight.numel()  # as numbers, see `PassTeacher.logits`
+    is_packed = is_in_few_bits(folder, skeleton.config) and not has_gradients
+    states = skeleton.config.hidden_size * recipe.layers_read
+    weights += memory.cache_bytes(
+        recipe, data, states=states, default_gb=(PassTeacher if is_packed else Teacher).cached_gb
+    )
+    if is_packed:
+        weights += 4.0 * ids * skeleton.config.hidden_size  # the head as numbers, see `Teacher.logits`
     if nf4:
         weights -= ((2 if data.bf16 else 4) - memory.NF4_BYTES) * memory.parameters_of(skeleton.model.layers)
     needed = memory.estimate_rows(
         trained=trained,
         kept=kept,
         mask=groups * (longest * attended_per_token) ** 2 * 5,
-        vocab_size=skeleton.config.vocab_size,
+        vocab_size=ids,
         weights=weights,
         rows=groups * longest * rows_per_token,
+        device=data.device,
         is_taught=recipe.divergence is not None,
     )
     needed.check(data.device)

@@ -15,13 +15,12 @@ from paradraft.sources.loading import load_config, locate
 from paradraft.train.drafters.heads import (
     HeadObjective,
     HeadTrainee,
-    MedusaWeights,
     by_depth,
     check_memory,
     embedding_scale,
-    frozen_target,
     states_before,
 )
+from paradraft.train.drafters.output_heads import MedusaWeights, trimmed_target
 from paradraft.train.objectives.batch import Drop, TrainingBatch
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.trainee import RunData
@@ -68,6 +67,6 @@ def build(recipe: HydraRecipe, data: RunData) -> HeadTrainee:
     width = config.hidden_size
     trained = sum((depth + 2) * width**2 + width for depth in range(recipe.k))
     needed = check_memory(recipe, data, trained=trained, kept=4.0 * width * (recipe.k + 5), rows_per_token=recipe.k)
-    objective = HydraHeads(frozen_target(recipe, data), recipe, bf16=data.bf16).to(data.device)
+    objective = HydraHeads(trimmed_target(recipe, data), recipe, bf16=data.bf16).to(data.device)
     settings = {"hidden_size": width, "num_heads": recipe.k, "embedding_scale": objective.scale}
     return HeadTrainee("hydra", recipe, objective, settings, Drop(k=recipe.k, r=1.0, r_min=1.0, mask_id=0), needed)

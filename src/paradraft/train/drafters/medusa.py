@@ -8,24 +8,24 @@ Shape letters as in `heads.py`.
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PretrainedConfig
 
 from paradraft.models.output_head import logits_scale
-from paradraft.models.quantized import as_numbers
 from paradraft.sources.loading import load_config, locate
 from paradraft.train.drafters.heads import (
     HeadObjective,
     HeadTrainee,
-    MedusaWeights,
     by_depth,
     check_memory,
-    frozen_target,
     states_before,
 )
+from paradraft.train.drafters.output_heads import MedusaWeights, trimmed_target
 from paradraft.train.objectives.batch import Drop, TrainingBatch
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.trainee import RunData
@@ -38,6 +38,12 @@ class MedusaRecipe(MedusaWeights):
     own_heads: bool = Field(
         default=False, description="an output head for each, as published; by default all use the target's, frozen"
     )
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.own_heads and self.head_rank is not None:
+            raise ValueError(f"own_heads=true, head_rank={self.head_rank}: these are two kinds of heads, leave one out")
+        return self
 
 
 class Block(nn.Module):
@@ -64,9 +70,9 @@ class MedusaHeads(HeadObjective):
         self.blocks = nn.ModuleList(Block(recipe.layers, target.model.config.hidden_size) for _ in range(recipe.k))
         self.lm_heads = nn.ModuleList()
         for _ in range(recipe.k if recipe.own_heads else 0):
-            rows, width = target.model.lm_head.weight.shape
-            own = nn.Linear(width, rows, bias=False)
-            own.weight.data.copy_(as_numbers(target.model.lm_head.weight) / logits_scale(target.model.config))
+            weight_UD = target.head.weight
+            own = nn.Linear(weight_UD.shape[1], len(weight_UD), bias=False)
+            own.weight.data.copy_(weight_UD / logits_scale(target.model.config))
             self.lm_heads.append(own)
 
     def hidden(self, batch: TrainingBatch, read_SND: Tensor) -> Tensor:
@@ -88,7 +94,7 @@ class MedusaHeads(HeadObjective):
 
 
 def _parameters(recipe: MedusaRecipe, config: PretrainedConfig) -> int:
-    own = config.vocab_size * config.hidden_size if recipe.own_heads else 0
+    own = recipe.draft_ids(config.vocab_size) * config.hidden_size if recipe.own_heads else 0
     return recipe.k * (recipe.layers * config.hidden_size * (config.hidden_size + 1) + own)
 
 
@@ -97,7 +103,7 @@ def build(recipe: MedusaRecipe, data: RunData) -> HeadTrainee:
     config = load_config(locate(recipe.model, "target"))
     kept = 4.0 * config.hidden_size * (2 + 3 * recipe.layers)
     needed = check_memory(recipe, data, trained=_parameters(recipe, config), kept=kept, rows_per_token=recipe.k)
-    objective = MedusaHeads(frozen_target(recipe, data), recipe, bf16=data.bf16).to(data.device)
+    objective = MedusaHeads(trimmed_target(recipe, data), recipe, bf16=data.bf16).to(data.device)
     settings = {
         "architectures": ["MedusaModel"],
         "hidden_size": config.hidden_size,

@@ -13,7 +13,8 @@ from pydantic import Field
 from torch import Tensor
 
 from paradraft.train.drafters.draft_layers import LayersObjective, MaskEmbeddings, ParallelRecipe, layers_trainee
-from paradraft.train.drafters.heads import HeadTrainee, MedusaWeights, embedding_scale
+from paradraft.train.drafters.heads import HeadTrainee, embedding_scale
+from paradraft.train.drafters.output_heads import MedusaWeights
 from paradraft.train.objectives.batch import TrainingBatch
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.recipe import Part

@@ -4,141 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from peft import PeftModel
-from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.data.samples import Sample
 from paradraft.drafters.parts.draft_loading import load_draft_lm
-from paradraft.drafters.parts.previous_token import MOST_RANK, PreviousTokenHead, load_head, new_head, stored_head
+from paradraft.drafters.parts.previous_token import PreviousTokenHead, load_head, new_head, stored_head
 from paradraft.formats.folder import save_model
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, TRAINED_LENGTH, check_ends_nothing, forget_masks
+from paradraft.formats.vocab_map import VocabMap
 from paradraft.models.architectures import context_of, spec_of
 from paradraft.models.output_head import check_linear
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.sources.loading import load_config, load_model, load_skeleton, locate
+from paradraft.sources.loading import is_in_few_bits, load_config, load_model, load_skeleton, locate
+from paradraft.sources.reduced_head import ReducedHead, reduced_head, set_head, store_map
 from paradraft.text.vocabulary import check_rows, used_rows
 from paradraft.train import memory
-from paradraft.train.init.adaptation import Lora, add_mask_token, with_adapters
+from paradraft.train.drafters.pard_recipe import PardRecipe
+from paradraft.train.init.adaptation import add_mask_token, with_adapters
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
-from paradraft.train.objectives.losses import Divergence
 from paradraft.train.objectives.objective import Objective
+from paradraft.train.objectives.pass_teacher import PassTeacher
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.objectives.teacher_loading import load_teacher, teacher_folder
-from paradraft.train.recipe import Part, Recipe
 from paradraft.train.trainee import RunData
-
-ORDINARY_K = 4
-"""K when an ordinary draft is measured."""
-
-
-class PardRecipe(Recipe):
-    """Settings of `paradraft train pard`; the defaults of k, r and r_min are the paper's."""
-
-    ROLES: ClassVar[dict[str, str]] = {"model": "draft", "teacher": "target", "target": "target"}
-    PARTS: ClassVar[tuple[Part, ...]] = (
-        *Recipe.PARTS,
-        Part(
-            settings=(
-                "r",
-                "r_min",
-                "mask_token_id",
-                "distinct_masks",
-                "depth_weights",
-                "previous_token_rank",
-                "chain_weight",
-            ),
-            wanted="k=2 or more",
-            is_on=lambda recipe: recipe.k > 1,
-        ),
-    )
-
-    model: str = Field(description="the draft to adapt: a Hugging Face id, a folder, or pocket")
-    k: int = Field(
-        default=8, ge=1, description="tokens that one draft pass learns to predict; 1 trains an ordinary draft"
-    )
-    r: float = Field(default=0.7, gt=0, le=1, description="COD: share of rows kept from position to position")
-    r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any position")
-    mask_token_id: int | None = Field(
-        default=None, description="by default an unused row of the embedding, or a special token that is never output"
-    )
-    distinct_masks: bool = Field(
-        default=False,
-        description="a mask token for each position from 2 on; one for all is better, and engines support only that",
-    )
-    previous_token_rank: int | None = Field(
-        default=None,
-        ge=0,
-        le=MOST_RANK,
-        description="rank of the head that gives each mask the tokens drafted before it; 0: none; by default the "
-        "model's",
-    )
-    chain_weight: float = Field(
-        default=0.0,
-        ge=0,
-        description="weight rows by the teacher's probability of the tokens before them to this power; 0: all equal",
-    )
-    draft_temperature: float = Field(
-        default=1.0,
-        ge=0.1,
-        le=10,
-        description="the saved drafter's logits are divided by this; below 1 its distribution is sharper",
-    )
-    teacher: str | None = Field(default=None, description="learn this model's probabilities, not the text's tokens")
-    loss: Literal["cross_entropy", Divergence] | None = Field(
-        default=None,
-        description="cross_entropy; with a teacher forward_kl (default), reverse_kl, jensen_shannon or total_variation",
-    )
-    lora: Lora | None = Field(default=None, description="train adapters of low rank, and the mask's embedding")
-    target: str | None = Field(
-        default=None, description="decode held-out prompts with this target to measure; by default the teacher"
-    )
-
-    @model_validator(mode="after")
-    def _check_teacher(self) -> Self:
-        if (self.divergence is not None) != (self.teacher is not None):
-            wanted = "name a teacher" if self.teacher is None else "use one of the divergences, or leave teacher out"
-            raise ValueError(f"loss={self.loss}: {wanted}")
-        if self.chain_weight and self.teacher is None:
-            raise ValueError(f"chain_weight={self.chain_weight}: only a teacher knows it, name one")
-        return self
-
-    @property
-    def depths(self) -> int:
-        """K, the tokens that one draft pass predicts."""
-        return self.k
-
-    @property
-    def masks(self) -> int:
-        """Number of mask tokens."""
-        return max(self.k - 1, 1) if self.distinct_masks else 1
-
-    @property
-    def divergence(self) -> Divergence | None:
-        """Divergence from the teacher; None learns the tokens of the text."""
-        if self.loss is None:
-            return None if self.teacher is None else "forward_kl"
-        return None if self.loss == "cross_entropy" else self.loss
-
-    @property
-    def measured_with(self) -> str | None:
-        """The target that decodes held-out prompts: `target`, or else the teacher."""
-        return self.teacher if self.target is None else self.target
-
-    def decoded_with(self, name: str) -> tuple[str, int]:
-        """See `Recipe`; an ordinary draft has no masks."""
-        return ("autoregressive", ORDINARY_K) if self.k == 1 else (name, self.k)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """See `Recipe`. Excludes the class, because the first runs, before other recipes existed, did not record it."""
-        return {key: value for key, value in super().identity.items() if key != "recipe"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,12 +44,14 @@ class InitialDrafter:
         adapted: the model with its adapters, if any.
         masks: mask tokens; none in an ordinary draft.
         previous: previous-token head, if any.
+        vocab_map: of the output head, if it has fewer rows than the embedding; see `paradraft trim`.
     """
 
     model: PreTrainedModel
     adapted: PeftModel | None
     masks: range
     previous: PreviousTokenHead | None
+    vocab_map: VocabMap | None
 
 
 def initial_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> InitialDrafter:
@@ -163,8 +60,11 @@ def initial_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, devi
     Raises:
         ValueError: it cannot be loaded, or mask token or adapters do not fit it.
     """
-    model = load_model(locate(recipe.model, "draft"), Runtime(device=device, dtype="float32"))
-    return _ready(model, recipe, tokenizer, on_gpu=device.startswith("cuda"))
+    folder = locate(recipe.model, "draft")
+    config = load_config(folder)
+    head = reduced_head(folder, config)
+    model = load_model(folder, Runtime(device=device, dtype="float32"), config, head=head)
+    return _ready(model, recipe, tokenizer, head, on_gpu=device.startswith("cuda"))
 
 
 def drafter_skeleton(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> InitialDrafter:
@@ -173,18 +73,31 @@ def drafter_skeleton(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, dev
     Raises:
         ValueError: as `initial_drafter`, except for errors in the weights.
     """
-    model = load_skeleton(locate(recipe.model, "draft"))
-    return _ready(model, recipe, tokenizer, on_gpu=device.startswith("cuda"))
+    folder = locate(recipe.model, "draft")
+    model = load_skeleton(folder)
+    head = reduced_head(folder, model.config)
+    set_head(model, head)
+    return _ready(model, recipe, tokenizer, head, on_gpu=device.startswith("cuda"))
 
 
 def _ready(
-    model: PreTrainedModel, recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, *, on_gpu: bool
+    model: PreTrainedModel,
+    recipe: PardRecipe,
+    tokenizer: PreTrainedTokenizerBase,
+    head: ReducedHead | None,
+    *,
+    on_gpu: bool,
 ) -> InitialDrafter:
+    vocab_map = None
+    if head is not None:
+        vocab_map = head.vocab_map.below(model.config.vocab_size, model.device)
+        store_map(model, vocab_map)
+        model.requires_grad_()
     if recipe.draft_temperature != 1.0:
         check_linear(model.config, f"draft_temperature={recipe.draft_temperature}")
     previous = _previous(model, recipe)
     if recipe.k > 1:
-        first = add_mask_token(model, tokenizer, recipe.mask_token_id, masks=recipe.masks)
+        first = add_mask_token(model, tokenizer, recipe.mask_token_id, masks=recipe.masks, vocab_map=vocab_map)
         masks = range(first, first + recipe.masks)
     else:
         masks = range(0)
@@ -192,7 +105,7 @@ def _ready(
     setattr(model.config, TRAINED_LENGTH, recipe.max_length)
     adapted = None if recipe.lora is None else with_adapters(model, recipe.lora, list(masks), seed=recipe.seed)
     recipe.set_up_passes(model, on_gpu=on_gpu)
-    return InitialDrafter(model=model, adapted=adapted, masks=masks, previous=previous)
+    return InitialDrafter(model=model, adapted=adapted, masks=masks, previous=previous, vocab_map=vocab_map)
 
 
 def _previous(model: PreTrainedModel, recipe: PardRecipe) -> PreviousTokenHead | None:
@@ -278,8 +191,10 @@ def build(recipe: PardRecipe, data: RunData) -> PardTrainee:
         teacher=teacher,
         kind=kind,
         previous=previous,
+        vocab_map=drafter.vocab_map,
         unused=sorted({*range(used_rows(data.tokenizer), drafter.model.config.vocab_size), *drafter.masks}),
         chain_weight=recipe.chain_weight,
+        feature_cache_gb=recipe.feature_cache_gb,
         bf16=data.bf16,
     )
     return PardTrainee(recipe, data.tokenizer, drafter, objective, needed)
@@ -289,7 +204,7 @@ def _check_memory(recipe: PardRecipe, data: RunData) -> memory.Estimate:
     """Estimates the memory of a run without loading weights; ValueError if the device has too little."""
     drafter = drafter_skeleton(recipe, data.tokenizer, str(data.device))
     model, beside = drafter.model, 0 if drafter.previous is None else memory.parameters_of(drafter.previous)
-    frozen = 0.0 if recipe.teacher is None else memory.frozen_bytes(teacher_folder(recipe.teacher), bf16=data.bf16)
+    frozen = 0.0 if recipe.teacher is None else _teacher_bytes(teacher_folder(recipe.teacher), recipe, data)
     weights = memory.weight_bytes(recipe, memory.parameters_of(model) + beside, data, frozen=frozen)
     groups, longest = memory.largest_pass(recipe, data)
     rows = memory.rows_of(longest, k=recipe.k, r=recipe.r, r_min=recipe.r_min)
@@ -300,11 +215,20 @@ def _check_memory(recipe: PardRecipe, data: RunData) -> memory.Estimate:
         rows=rows,
         passes=groups,
         bf16=data.bf16,
+        device=data.device,
         is_taught=recipe.teacher is not None,
         beside=beside,
     )
     needed.check(data.device)
     return needed
+
+
+def _teacher_bytes(folder: str, recipe: PardRecipe, data: RunData) -> float:
+    """Bytes of the teacher, and of the cache of its states."""
+    config = load_config(folder)
+    default_gb = (PassTeacher if is_in_few_bits(folder, config) else Teacher).cached_gb
+    cached = memory.cache_bytes(recipe, data, states=config.hidden_size, default_gb=default_gb)
+    return cached + memory.frozen_bytes(folder, bf16=data.bf16)
 
 
 def _check_samples(recipe: PardRecipe, data: RunData, drafter: InitialDrafter) -> None:

@@ -107,6 +107,11 @@ class PpdRecipe(HeadRecipe):
         return [1.0, *(self.decay**i for i in range(self.k))]
 
     @property
+    def caches_states(self) -> bool:
+        """See `Recipe`; prompt tokens need keys and values too."""
+        return False
+
+    @property
     def is_decoded(self) -> bool:
         """Whether the drafter can decode with these settings: only with those that the paper recommends."""
         plain = self.prefix == 0 and self.exits == 1 and not self.own_head

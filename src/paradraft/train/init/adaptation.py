@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from typing import cast
 
 import torch
@@ -11,8 +12,18 @@ from pydantic import BaseModel, ConfigDict, Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.formats.pard import check_ends_nothing, declare_masks, declared_mask_id
+from paradraft.formats.vocab_map import VocabMap
 from paradraft.text.tokenization import text_of
-from paradraft.text.vocabulary import end_ids, free_id, resize, role_ids, set_to_mean, unsaid_id, used_rows
+from paradraft.text.vocabulary import (
+    end_ids,
+    free_id,
+    resize,
+    role_ids,
+    set_to_mean,
+    unsaid_id,
+    used_rows,
+    without_role,
+)
 
 
 class Lora(BaseModel):
@@ -49,7 +60,12 @@ def with_adapters(model: PreTrainedModel, lora: Lora, masks: list[int], *, seed:
 
 
 def add_mask_token(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_id: int | None = None, *, masks: int = 1
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    mask_id: int | None = None,
+    *,
+    masks: int = 1,
+    vocab_map: VocabMap | None = None,
 ) -> int:
     """Chooses the mask token, sets its embedding to the mean of all others, and returns its id.
 
@@ -61,6 +77,7 @@ def add_mask_token(
         tokenizer: shows which rows are in use.
         masks: count of consecutive mask ids, one for each depth; the last serves all deeper ones. Only paradraft reads
             the count, `pard_masks` in the config.
+        vocab_map: of the output head, if it has fewer rows than the embedding.
 
     Raises:
         ValueError: `mask_id` is outside the embedding, or has a text, or ends texts; or there are too few free rows
@@ -77,7 +94,12 @@ def add_mask_token(
         reserved = role_ids(model.config, model.generation_config)
         chosen = free_id(tokenizer, rows, reserved)
         if chosen is None:
-            chosen = unsaid_id(tokenizer, model.get_output_embeddings().weight, reserved)
+            head = model.get_output_embeddings().weight
+            chosen = (
+                unsaid_id(tokenizer, head, reserved)
+                if vocab_map is None
+                else _without_row(vocab_map, tokenizer, reserved)
+            )
     if chosen is None:
         chosen = max(rows, used)
         resize(model, chosen + 1, used)
@@ -91,3 +113,14 @@ def add_mask_token(
         set_to_mean(model, slice(chosen, chosen + masks), used)
     declare_masks(model.config, chosen, masks)
     return int(chosen)
+
+
+def _without_row(vocab_map: VocabMap, tokenizer: PreTrainedTokenizerBase, reserved: Collection[int]) -> int:
+    """The last special token without a role and without a row in the output head."""
+    special = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
+    free = [index for index in without_role(tokenizer, reserved) if index in special]
+    rows = vocab_map.rows_of(torch.tensor(free, dtype=torch.long)).tolist()
+    unsaid = [index for index, row in zip(free, rows, strict=True) if row < 0]
+    if not unsaid:
+        raise ValueError("this trimmed draft has no token that could be the mask: name one with mask_token_id")
+    return max(unsaid)

@@ -7,13 +7,15 @@ row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paradraft.data.samples import Sample
+from paradraft.formats.vocab_map import VocabMap
 from paradraft.train.objectives.losses import IGNORED
 from paradraft.train.objectives.rows import FILLING, Rows, conditional_drop
 
@@ -66,6 +68,16 @@ class Texts:
     positions: Tensor
     documents: Tensor
 
+    def places(self) -> Iterator[tuple[int, slice]]:
+        """Group and place of each sample."""
+        for group, documents_N in enumerate(self.documents):
+            kinds, counts = documents_N.unique_consecutive(return_counts=True)
+            first = 0
+            for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
+                if kind != FILLING:
+                    yield group, slice(first, first + count)
+                first += count
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBatch:
@@ -96,6 +108,11 @@ class TrainingBatch:
     def labels_by_depth(self, k: int) -> Tensor:
         """`[k]` rows with a label, by depth."""
         return torch.bincount(self.depths[self.labels != IGNORED], minlength=k)
+
+    def labelled_by_rows(self, vocab_map: VocabMap) -> TrainingBatch:
+        """The batch with the head's rows as labels, and none where the next token has no row."""
+        rows_SR = vocab_map.rows_of(self.labels)
+        return replace(self, labels=rows_SR.masked_fill(rows_SR < 0, IGNORED))
 
     def before(self) -> Tensor:
         """`[S * R]` index, among all rows, of the previous row in each row's chain: position and depth smaller by one.

@@ -14,18 +14,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from paradraft.drafters.parts.previous_token import PreviousTokenHead
+from paradraft.formats.vocab_map import VocabMap
+from paradraft.models.forward import FINAL_NORM
 from paradraft.models.output_head import finished, logits_of
 from paradraft.train.objectives.batch import TrainingBatch
+from paradraft.train.objectives.chunks import rows_at_once, sum_in_chunks
+from paradraft.train.objectives.features import FeatureCache
 from paradraft.train.objectives.losses import IGNORED, Divergence, cross_entropy, divergence
 from paradraft.train.objectives.rows import FILLING, attention_mask
 from paradraft.train.objectives.teacher import Teacher
-
-LOGITS = 2**26
-"""Most logits in memory at a time: 256 MB in float32, and as much again for each step of the loss."""
 
 
 class Objective(nn.Module):
@@ -35,9 +35,10 @@ class Objective(nn.Module):
         teacher: its distribution is learnt; None learns the tokens of the text.
         unused: ids that are no tokens, which the previous-token head does not correct: engines without the head must
             not draft them.
+        vocab_map: of the output head, if it has fewer rows than the embedding.
         chain_weight: rows are weighted by the probability of the tokens before them to this power; needs a teacher.
+        feature_cache_gb: see `FeatureCache`.
         bf16: compute in bf16; losses are computed in float32.
-        logits: most logits in memory at a time; more are recomputed in the backward pass.
     """
 
     def __init__(
@@ -48,19 +49,25 @@ class Objective(nn.Module):
         kind: Divergence = "forward_kl",
         previous: PreviousTokenHead | None = None,
         unused: Sequence[int] = (),
+        vocab_map: VocabMap | None = None,
         chain_weight: float = 0.0,
+        feature_cache_gb: float | None = None,
         bf16: bool = False,
-        logits: int = LOGITS,
     ) -> None:
         super().__init__()
         self.model = model
         self.previous = previous
+        self.vocab_map = vocab_map
         self.unused = list(unused)
+        if vocab_map is not None:
+            self.unused = [row for row in vocab_map.rows_of(torch.tensor(self.unused)).tolist() if row >= 0]
+            teacher = None if teacher is None else teacher.trimmed(vocab_map)
         self.chain_weight = chain_weight
         self.kind = kind
         self.bf16 = bf16
-        self.chunk = max(logits // model.config.vocab_size, 1)
+        self.chunk = rows_at_once(len(model.get_output_embeddings().weight), model.device)
         self._teacher = (teacher,)  # in a tuple, hidden from `nn.Module`: it is not trained, saved or sharded
+        self._features = None if teacher is None else FeatureCache(teacher, [FINAL_NORM], feature_cache_gb)
 
     @property
     def teacher(self) -> Teacher | None:
@@ -82,12 +89,14 @@ class Objective(nn.Module):
                 hidden_SRD = torch.cat(both, dim=-1)
             return loss_of_rows(
                 hidden_SRD,
-                batch,
+                batch if self.vocab_map is None else batch.labelled_by_rows(self.vocab_map),
                 weights_K,
                 head=lambda hidden_mD, depths_m: self._logits(hidden_mD),
                 teacher=self.teacher,
                 kind=self.kind,
                 chunk=self.chunk,
+                read_SNE=None if self._features is None else self._features.states(batch.texts),
+                trained=[weight for weight in self.parameters() if weight.requires_grad],
                 chain_weight=self.chain_weight,
             )
 
@@ -130,6 +139,7 @@ def loss_of_rows(
     teacher: Teacher | None,
     kind: Divergence,
     chunk: int,
+    trained: Sequence[Tensor],
     read_SNE: Tensor | None = None,
     chain_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
@@ -139,47 +149,36 @@ def loss_of_rows(
         hidden_SRD: the drafter's states of all rows.
         weights_K: weight of a row of each depth.
         head: turns states `[m, D]` of rows of depths `[m]` into logits `[m, V]`.
-        chunk: most rows whose logits are in memory at a time; with more rows, logits are recomputed in the backward
-            pass.
+        chunk: most rows whose logits are in memory at a time.
+        trained: all trained weights, some of which `head` may read.
         read_SNE: the teacher's states of the texts, if known.
 
     Returns:
         The weighted sum, and `[K]` rows of each depth predicted correctly.
     """
-
-    def compare(
-        hidden_mD: Tensor, depths_m: Tensor, labels_m: Tensor, read_PE: Tensor | None, which_m: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the loss of each row, and whether its likeliest token is the label."""
-        logits_mV = head(hidden_mD, depths_m)
-        right_m = logits_mV.detach().gather(1, labels_m[:, None])[:, 0] >= logits_mV.detach().amax(-1)
-        if teacher is None or read_PE is None:
-            return cross_entropy(logits_mV, labels_m), right_m
-        expected_mV = teacher.expects(read_PE, logits_mV.shape[-1])[which_m]
-        return divergence(logits_mV, expected_mV, kind), right_m
-
     if teacher is not None and read_SNE is None:
         read_SNE = teacher.read(batch.texts)
-    order_M = _labelled_in_text_order(batch)
-    losses, right = [], []
-    for rows_m in order_M.split(chunk):
-        labels_m, depths_m = batch.labels.flatten()[rows_m], batch.depths.flatten()[rows_m]
-        states = _teacher_states(None if teacher is None else read_SNE, batch, rows_m)
-        inputs = hidden_SRD.flatten(0, 1)[rows_m], depths_m, labels_m, *states
-        if len(order_M) > chunk:
-            loss_m, right_m = checkpoint(compare, *inputs, use_reentrant=False)
-        else:
-            loss_m, right_m = compare(*inputs)
-        losses.append(loss_m)
-        right.append(right_m)
-    depths_M = batch.depths.flatten()[order_M]
-    if not losses:
-        return hidden_SRD.sum() * 0.0, torch.zeros_like(weights_K)
-    right_K = torch.zeros_like(weights_K).index_add(0, depths_M, torch.cat(right).to(weights_K.dtype))
-    weights_M = weights_K[depths_M]
+    labels_X, depths_X, weights_X = batch.labels.flatten(), batch.depths.flatten(), weights_K[batch.depths].flatten()
     if chain_weight and teacher is not None and read_SNE is not None:
-        weights_M = weights_M * chain_probabilities(teacher, read_SNE, batch).flatten()[order_M] ** chain_weight
-    return (weights_M * torch.cat(losses)).sum(), right_K
+        weights_X = weights_X * chain_probabilities(teacher.whole, read_SNE, batch).flatten() ** chain_weight
+
+    def loss(hidden_mD: Tensor, rows_m: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the sum of the rows' losses, and whether the likeliest token of each is the label."""
+        labels_m = labels_X[rows_m]
+        logits_mV = head(hidden_mD, depths_X[rows_m])
+        right_m = logits_mV.detach().gather(1, labels_m[:, None])[:, 0] >= logits_mV.detach().amax(-1)
+        if teacher is None or read_SNE is None:
+            loss_m = cross_entropy(logits_mV, labels_m)
+        else:
+            states_PE, which_m = _teacher_states(read_SNE, batch, rows_m)
+            loss_m = divergence(logits_mV, teacher.expects(states_PE, logits_mV.shape[-1])[which_m], kind)
+        return (weights_X[rows_m] * loss_m).sum(), right_m
+
+    order_M = _labelled_in_text_order(batch)
+    if not len(order_M):
+        return hidden_SRD.sum() * 0.0, torch.zeros_like(weights_K)
+    total, right_M = sum_in_chunks(loss, hidden_SRD.flatten(0, 1), order_M, chunk, trained)
+    return total, torch.zeros_like(weights_K).index_add(0, depths_X[order_M], right_M.to(weights_K.dtype))
 
 
 def _labelled_in_text_order(batch: TrainingBatch) -> Tensor:
@@ -191,12 +190,8 @@ def _labelled_in_text_order(batch: TrainingBatch) -> Tensor:
     return rows_M[token_M.argsort(stable=True)]
 
 
-def _teacher_states(
-    read_SNE: Tensor | None, batch: TrainingBatch, rows_m: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
+def _teacher_states(read_SNE: Tensor, batch: TrainingBatch, rows_m: Tensor) -> tuple[Tensor, Tensor]:
     """Returns `[P, E]`, the teacher's distinct states for some rows, and `[m]`, the index of each row's state."""
-    if read_SNE is None:
-        return None, None
     group_m = rows_m // batch.labels.shape[1]
     token_m = group_m * batch.texts.tokens.shape[1] + batch.text_indices.flatten()[rows_m]
     token_P, which_m = token_m.unique(return_inverse=True)

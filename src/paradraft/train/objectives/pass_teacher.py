@@ -8,21 +8,19 @@ D), V rows of the drafter's embedding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 from transformers import Cache
 
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.output_head import finished
-from paradraft.models.quantized import as_numbers
+from paradraft.models.quantized import of_outputs
 from paradraft.train.objectives.batch import Texts
 from paradraft.train.objectives.losses import IMPOSSIBLE
-from paradraft.train.objectives.rows import FILLING
 from paradraft.train.objectives.teacher import Teacher
 
 SAMPLES = 8
@@ -36,6 +34,9 @@ class PassTeacher(Teacher):
         lm: with the drafter's tokenizer.
     """
 
+    cached_gb = 2.0
+    """Its states of a text do not depend on other texts, so a cache changes nothing."""
+
     def __init__(self, lm: CausalLM, *, mask_id: int | None, masks: int = 1) -> None:
         super().__init__(lm.model, vocab_size=lm.vocab_size, mask_id=mask_id, masks=masks)
         self._lm = lm
@@ -48,15 +49,8 @@ class PassTeacher(Teacher):
     @torch.no_grad()
     def states(self, texts: Texts, layers: Sequence[int]) -> Tensor:
         """See `Teacher`; in float32, 0 where there is no token."""
-        places, samples = [], []
-        for group, documents_N in enumerate(texts.documents):
-            kinds, counts = documents_N.unique_consecutive(return_counts=True)
-            first = 0
-            for kind, count in zip(kinds.tolist(), counts.tolist(), strict=True):
-                if kind != FILLING:
-                    places.append((group, slice(first, first + count)))
-                    samples.append(texts.tokens[group, first : first + count].tolist())
-                first += count
+        places = list(texts.places())
+        samples = [texts.tokens[group, place].tolist() for group, place in places]
         width = self.model.config.hidden_size
         states_SNX = torch.zeros(*texts.tokens.shape, len(layers) * width, device=texts.tokens.device)
         for start in range(0, len(samples), SAMPLES):
@@ -64,23 +58,23 @@ class PassTeacher(Teacher):
             self._lm.start()
             self._lm.cache.join(len(some))
             hidden = self._lm.prefill([[*tokens, 0] for tokens in some], layers).hidden
-            for row, (group, tokens) in enumerate(places[start : start + SAMPLES]):
-                length = tokens.stop - tokens.start
-                states_SNX[group, tokens] = torch.cat([hidden[layer][row, :length] for layer in layers], dim=-1)
+            for row, (group, place) in enumerate(places[start : start + SAMPLES]):
+                length = place.stop - place.start
+                states_SNX[group, place] = torch.cat([hidden[layer][row, :length] for layer in layers], dim=-1)
         self._lm.start()
         return states_SNX
 
     @cached_property
-    def _head(self) -> Tensor:
-        return as_numbers(self.model.lm_head.weight)
-
-    def logits(self, states: Tensor) -> Tensor:
-        """See `Teacher`; the head's weights as numbers, because a product that rounds its inputs has no gradients."""
-        head_VD, bias = self._head.to(states.device), self.model.lm_head.bias
-        return finished(linear(states, head_VD.to(states.dtype), bias), self.model.config)
+    def _head_as_decoded(self) -> Callable[[Tensor], Tensor]:
+        if self.vocab_map is None:
+            return self._lm.head
+        head = self.model.lm_head
+        products = self._lm.linear(of_outputs(head.weight, self.vocab_map.to_target), self.head.bias)
+        return lambda states: finished(products(states), self.model.config)
 
     @torch.no_grad()
     def expects(self, hidden_MD: Tensor, width: int) -> Tensor:
-        """See `Teacher`."""
-        logits_MV = self._lm.head(hidden_MD.float().to(self._lm.device))[:, : self.vocab_size]
+        """See `Teacher`; `logits` has the head's weights as numbers, because a product that rounds its inputs has no
+        gradients."""
+        logits_MV = self._head_as_decoded(hidden_MD.float().to(self._lm.device))[:, : self.vocab_size]
         return self.as_expected(logits_MV.clamp(min=IMPOSSIBLE).to(hidden_MD.device), width)

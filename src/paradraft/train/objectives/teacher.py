@@ -1,7 +1,6 @@
 """Teacher: the frozen model whose distribution a drafter learns (distillation).
 
-It reads the same texts as the drafter; its logits are computed for a few rows at a time and never stored. Its hidden
-states may be cached for the next epoch.
+It reads the same texts as the drafter; its logits are computed for a few rows at a time and never stored.
 
 Shape letters: S groups of samples, N tokens of the longest, M rows, D its width, X size of a token's states (layers *
 D), V rows of the drafter's embedding.
@@ -9,21 +8,31 @@ D), V rows of the drafter's embedding.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from copy import copy
+from functools import cached_property
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from paradraft.formats.vocab_map import VocabMap
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.forward.eager import layer_by_layer
-from paradraft.models.output_head import logits_of
+from paradraft.models.output_head import finished
+from paradraft.models.quantized import as_numbers, of_outputs
 from paradraft.train.objectives.batch import Texts
 from paradraft.train.objectives.losses import IMPOSSIBLE
-from paradraft.train.objectives.rows import FILLING, Rows, attention_mask
+from paradraft.train.objectives.rows import Rows, attention_mask
+
+
+class Linear(NamedTuple):
+    """The weights `[outputs, inputs]` of a linear layer, and its bias `[outputs]`."""
+
+    weight: Tensor
+    bias: Tensor | None
 
 
 class Teacher:
@@ -36,12 +45,48 @@ class Teacher:
         masks: count of mask ids from `mask_id` on.
     """
 
+    cached_gb: float = 0.0
+    """Default size of a `FeatureCache`: with torch, states depend in their last bits on the texts beside."""
+
     def __init__(self, model: PreTrainedModel, *, vocab_size: int, mask_id: int | None, masks: int = 1) -> None:
         model.requires_grad_(False)
         self.model = model
+        self.vocab_map: VocabMap | None = None
+        """The ids of the logits, if not all; see `trimmed`."""
+        self.whole = self
+        """With the logits of all ids."""
         self.vocab_size = min(vocab_size, model.config.vocab_size)
         self.mask_id = mask_id
         self.masks = masks
+
+    def trimmed(self, vocab_map: VocabMap) -> Self:
+        """The same teacher with the logits of these ids alone, and so the distribution over them.
+
+        A token without a row is no label: the text's tokens are the teacher's, so leaving out their rows weights each
+        row by the probability of these ids.
+
+        Args:
+            vocab_map: on the device of the logits.
+        """
+        assert self.vocab_map is None
+        view = copy(self)
+        view.vocab_map, view.whole = vocab_map, self
+        return view
+
+    @property
+    def ids(self) -> int:
+        """V, or U of a trimmed teacher."""
+        return int(self.model.config.vocab_size) if self.vocab_map is None else len(self.vocab_map.to_target)
+
+    @cached_property
+    def head(self) -> Linear:
+        """The output head's weights `[V, D]` as numbers, and its bias; of a trimmed teacher those of its ids."""
+        head = self.model.lm_head
+        if self.vocab_map is None:
+            return Linear(as_numbers(head.weight), head.bias)
+        ids_U = self.vocab_map.to_target
+        bias = None if head.bias is None else head.bias.detach()[ids_U]
+        return Linear(as_numbers(of_outputs(head.weight, ids_U)), bias)
 
     @torch.no_grad()
     def read(self, texts: Texts, cache: Cache | None = None) -> Tensor:
@@ -73,14 +118,20 @@ class Teacher:
             hidden_MD: last hidden states. Rows of several depths share a state: pass each state once.
             width: V, the size of the drafter's logits.
         """
-        return self.as_expected(logits_of(self.model, hidden_MD)[:, : self.vocab_size].float(), width)
+        return self.as_expected(self.logits(hidden_MD)[:, : self.vocab_size].float(), width)
 
     def logits(self, states: Tensor) -> Tensor:
         """The logits `[…, V]` of a drafter's states `[…, D]`, with gradients for these."""
-        return logits_of(self.model, states)
+        weight, bias = self.head
+        return finished(F.linear(states, weight.to(states.dtype), bias), self.model.config)
 
     def as_expected(self, logits_MV: Tensor, width: int) -> Tensor:
-        """Logits `[M, V]` of tokens that decoding never chooses become `IMPOSSIBLE`; V becomes `width`."""
+        """Logits `[M, V]` of tokens that decoding never chooses become `IMPOSSIBLE`; V becomes `width`.
+
+        A trimmed teacher has none of these tokens.
+        """
+        if self.vocab_map is not None:
+            return logits_MV
         logits_MV = F.pad(logits_MV, (0, width - logits_MV.shape[1]), value=IMPOSSIBLE)
         if self.mask_id is not None:
             logits_MV[:, self.mask_id : self.mask_id + self.masks] = IMPOSSIBLE
@@ -89,49 +140,3 @@ class Teacher:
 
 def _rows(texts: Texts) -> Rows:
     return Rows(position=texts.positions, depth=torch.zeros_like(texts.positions), document=texts.documents)
-
-
-class FeatureCache:
-    """LRU cache of hidden states in host memory.
-
-    Args:
-        layers: as in `Teacher.states`.
-        most_bytes: capacity; 0 disables the cache.
-    """
-
-    def __init__(self, target: Teacher, layers: Sequence[int], most_bytes: int) -> None:
-        self._target, self._layers, self._most = target, list(layers), most_bytes
-        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
-        self._bytes = 0
-
-    def states(self, texts: Texts) -> Tensor:
-        """Returns `[S, N, X]` states of a batch's texts; computes the missing ones in one pass."""
-        if not self._most:
-            return self._target.states(texts, self._layers)
-        lengths = (texts.documents != FILLING).sum(1).tolist()
-        keys = [_key(texts, group, length) for group, length in enumerate(lengths)]
-        unknown = [group for group, key in enumerate(keys) if key not in self._kept]
-        new: dict[bytes, Tensor] = {}
-        if unknown:
-            missing = Texts(**{name: tensor[unknown] for name, tensor in vars(texts).items()})
-            for group, states_NX in zip(unknown, self._target.states(missing, self._layers), strict=True):
-                new[keys[group]] = states_NX[: lengths[group]]
-        known = [new[key] if key in new else self._kept[key] for key in keys]
-        for key, states_nX in zip(keys, known, strict=True):
-            self._keep(key, states_nX)
-        whole = torch.nn.utils.rnn.pad_sequence([each.to(texts.tokens.device) for each in known], batch_first=True)
-        return torch.nn.functional.pad(whole, (0, 0, 0, texts.tokens.shape[1] - whole.shape[1]))
-
-    def _keep(self, key: bytes, states_nX: Tensor) -> None:
-        if key not in self._kept:
-            self._kept[key] = states_nX.to("cpu", copy=True)
-            self._bytes += self._kept[key].nbytes
-        self._kept.move_to_end(key)
-        while self._bytes > self._most:
-            _, oldest = self._kept.popitem(last=False)
-            self._bytes -= oldest.nbytes
-
-
-def _key(texts: Texts, group: int, length: int) -> bytes:
-    key = torch.stack([texts.tokens[group, :length], texts.documents[group, :length]])
-    return key.cpu().numpy().tobytes()

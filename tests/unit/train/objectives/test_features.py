@@ -9,8 +9,9 @@ import torch
 
 from paradraft.train import trainee_module
 from paradraft.train.objectives.batch import Texts
+from paradraft.train.objectives.features import FeatureCache
 from paradraft.train.objectives.rows import FILLING
-from paradraft.train.objectives.teacher import FeatureCache, Teacher
+from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.run import launch
 from tests.conftest import VOCAB, tiny_model
 from tests.contract.test_every_trainee import recipe_for
@@ -49,7 +50,7 @@ A, B, C = [[5, 6, 7, 8]], [[9, 10]], [[5, 6], [7, 8]]
 def test_states_are_those_that_the_target_computes() -> None:
     """Guards states of another text, of filling, or of the same tokens packed otherwise."""
     target = Counting(tiny_model(1), vocab_size=VOCAB, mask_id=None)
-    cache = FeatureCache(target, LAYERS, 10**6)
+    cache = FeatureCache(target, LAYERS, 1e-3)
     for groups, newly_read in (([A, B], 2), ([B, A], 0), ([C, A], 1), ([B], 0), ([C, C, [[1]]], 1)):
         texts, before = texts_of(groups), target.read_groups
         found = cache.states(texts)
@@ -62,7 +63,7 @@ def test_states_are_those_that_the_target_computes() -> None:
 def test_no_more_is_kept_than_was_said() -> None:
     """Guards memory that grows with the data; what was used last stays."""
     target = Counting(tiny_model(1), vocab_size=VOCAB, mask_id=None)
-    cache = FeatureCache(target, LAYERS, 6 * SIZE)
+    cache = FeatureCache(target, LAYERS, 6e-9 * SIZE)
     cache.states(texts_of([A]))
     cache.states(texts_of([B]))
     cache.states(texts_of([A]))
@@ -77,7 +78,7 @@ def test_no_more_is_kept_than_was_said() -> None:
 
 def test_nothing_is_kept_by_default() -> None:
     target = Counting(tiny_model(1), vocab_size=VOCAB, mask_id=None)
-    cache = FeatureCache(target, LAYERS, 0)
+    cache = FeatureCache(target, LAYERS, None)
     for _ in range(3):
         cache.states(texts_of([A]))
     assert target.read_groups == 3 and cache._bytes == 0

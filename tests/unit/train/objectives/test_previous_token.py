@@ -22,7 +22,7 @@ from paradraft.models.output_head import sizes_of
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.candidates import Candidates
 from paradraft.train.drafters import pard
-from paradraft.train.drafters.pard import PardRecipe
+from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.init.init_draft import make
 from paradraft.train.init.init_from import PretrainedSibling
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate

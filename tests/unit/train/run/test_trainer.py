@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from paradraft.data.dataset import load_samples
 from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
-from paradraft.train.drafters.pard import PardRecipe
+from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.run import acceptance
 from paradraft.train.run.launch import is_trained
 from paradraft.train.run.progress import Evaluation, Progress

@@ -14,7 +14,7 @@ from paradraft.data.samples import Sample, prompt_of
 from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
-from paradraft.train.drafters.pard import PardRecipe
+from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.run.acceptance import DrafterLoader
 from paradraft.train.run.progress import Report
 from paradraft.train.samples import SourceData, load_source, source_config, source_names
