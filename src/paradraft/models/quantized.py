@@ -168,6 +168,7 @@ class QuantizedTensor(Tensor):
     def of_outputs(self, outputs_U: Tensor) -> QuantizedTensor:
         """The weights of some outputs `[U]` in the same format, whose products are the same to the last bit."""
         values, scales, offsets = self.parts
+        outputs_U = outputs_U.to(values.device)
         parts = values[outputs_U], scales[outputs_U], None if offsets is None else offsets[outputs_U]
         return QuantizedTensor(*parts, bits=self.bits, group=self.group, dtype=self.dtype)
 

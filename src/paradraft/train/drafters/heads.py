@@ -41,6 +41,7 @@ from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.recipe import Recipe
 from paradraft.train.trainee import RunData
 
+CPU = torch.device("cpu")
 DECAY = 0.8
 """Base of Medusa's λ_k = 0.8^k in the official code; a common factor of all heads has no effect."""
 
@@ -111,10 +112,9 @@ class HeadObjective(nn.Module):
         self._target = (target,)  # in a tuple, hidden from `nn.Module`: it is not trained, saved or sharded
         self._cached_gb = recipe.feature_cache_gb
         rank = recipe.rank_of_head
-        self.low_rank = None if rank is None else LowRankHead(target.head.weight, rank)
+        self.low_rank = None if rank is None else LowRankHead(target.head(CPU, torch.float32).weight, rank)
         self.kind = recipe.divergence
         self.bf16 = bf16
-        self.chunk = rows_at_once(target.ids, target.model.device)
 
     @property
     def target(self) -> Teacher:
@@ -160,7 +160,7 @@ class HeadObjective(nn.Module):
             head=self.head,
             teacher=None if self.kind is None else self.target,
             kind=self.kind or "forward_kl",
-            chunk=self.chunk,
+            chunk=rows_at_once(self.target.ids, hidden_SRD.device),
             trained=[weight for weight in self.parameters() if weight.requires_grad],
             read_SNE=read_SND,
         )

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from paradraft.models.output_head import logits_scale
 from paradraft.sources.loading import load_config, locate
 from paradraft.train.drafters.heads import (
+    CPU,
     HeadObjective,
     HeadTrainee,
     by_depth,
@@ -70,7 +71,7 @@ class MedusaHeads(HeadObjective):
         self.blocks = nn.ModuleList(Block(recipe.layers, target.model.config.hidden_size) for _ in range(recipe.k))
         self.lm_heads = nn.ModuleList()
         for _ in range(recipe.k if recipe.own_heads else 0):
-            weight_UD = target.head.weight
+            weight_UD = target.head(CPU, torch.float32).weight
             own = nn.Linear(weight_UD.shape[1], len(weight_UD), bias=False)
             own.weight.data.copy_(weight_UD / logits_scale(target.model.config))
             self.lm_heads.append(own)

@@ -31,6 +31,7 @@ from paradraft.sources.loading import load_config, locate
 from paradraft.train import memory
 from paradraft.train.drafters.heads import DECAY, HeadObjective, HeadRecipe, HeadTrainee, check_memory, frozen_target
 from paradraft.train.objectives.batch import Drop, TrainingBatch
+from paradraft.train.objectives.chunks import rows_at_once
 from paradraft.train.objectives.losses import IGNORED, Divergence
 from paradraft.train.objectives.rows import FILLING, as_mask
 from paradraft.train.objectives.teacher import Teacher
@@ -255,7 +256,7 @@ class PpdObjective(HeadObjective):
             rows = is_counted.flatten().nonzero()[:, 0]
             if self.training:
                 rows = rows[:COUNTED]
-            for rows_m in rows.split(self.chunk):
+            for rows_m in rows.split(rows_at_once(self.target.ids, hidden_SRD.device)):
                 logits_mV = self.head(hidden_SRD.flatten(0, 1)[rows_m], batch.depths.flatten()[rows_m])
                 logits_mV = logits_mV[:, : self.target.vocab_size]
                 own_m1 = logits_mV.gather(1, batch.labels.flatten()[rows_m][:, None])

@@ -9,12 +9,13 @@ D), V rows of the drafter's embedding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
+from paradraft.formats.vocab_map import VocabMap
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.output_head import finished
@@ -40,6 +41,7 @@ class PassTeacher(Teacher):
     def __init__(self, lm: CausalLM, *, mask_id: int | None, masks: int = 1) -> None:
         super().__init__(lm.model, vocab_size=lm.vocab_size, mask_id=mask_id, masks=masks)
         self._lm = lm
+        self._logits_as_decoded: Callable[[Tensor], Tensor] = lm.head
 
     def read(self, texts: Texts, cache: Cache | None = None) -> Tensor:
         """See `Teacher`; it fills no cache."""
@@ -64,17 +66,17 @@ class PassTeacher(Teacher):
         self._lm.start()
         return states_SNX
 
-    @cached_property
-    def _head_as_decoded(self) -> Callable[[Tensor], Tensor]:
-        if self.vocab_map is None:
-            return self._lm.head
-        head = self.model.lm_head
-        products = self._lm.linear(of_outputs(head.weight, self.vocab_map.to_target), self.head.bias)
-        return lambda states: finished(products(states), self.model.config)
+    def trimmed(self, vocab_map: VocabMap) -> Self:
+        """See `Teacher`."""
+        view, head = super().trimmed(vocab_map), self.model.lm_head
+        bias = None if head.bias is None else of_outputs(head.bias, vocab_map.to_target)
+        products = self._lm.linear(of_outputs(head.weight, vocab_map.to_target), bias)
+        view._logits_as_decoded = lambda states: finished(products(states), self.model.config)
+        return view
 
     @torch.no_grad()
     def expects(self, hidden_MD: Tensor, width: int) -> Tensor:
         """See `Teacher`; `logits` has the head's weights as numbers, because a product that rounds its inputs has no
         gradients."""
-        logits_MV = self._head_as_decoded(hidden_MD.float().to(self._lm.device))[:, : self.vocab_size]
+        logits_MV = self._logits_as_decoded(hidden_MD.float().to(self._lm.device))[:, : self.vocab_size]
         return self.as_expected(logits_MV.clamp(min=IMPOSSIBLE).to(hidden_MD.device), width)

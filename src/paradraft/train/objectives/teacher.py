@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -53,6 +52,7 @@ class Teacher:
         self.model = model
         self.vocab_map: VocabMap | None = None
         """The ids of the logits, if not all; see `trimmed`."""
+        self._heads: dict[tuple[torch.device, torch.dtype], Linear] = {}
         self.whole = self
         """With the logits of all ids."""
         self.vocab_size = min(vocab_size, model.config.vocab_size)
@@ -66,11 +66,11 @@ class Teacher:
         row by the probability of these ids.
 
         Args:
-            vocab_map: on the device of the logits.
+            vocab_map: on the device of the batches.
         """
         assert self.vocab_map is None
         view = copy(self)
-        view.vocab_map, view.whole = vocab_map, self
+        view.vocab_map, view.whole, view._heads = vocab_map, self, {}
         return view
 
     @property
@@ -78,15 +78,16 @@ class Teacher:
         """V, or U of a trimmed teacher."""
         return int(self.model.config.vocab_size) if self.vocab_map is None else len(self.vocab_map.to_target)
 
-    @cached_property
-    def head(self) -> Linear:
-        """The output head's weights `[V, D]` as numbers, and its bias; of a trimmed teacher those of its ids."""
-        head = self.model.lm_head
-        if self.vocab_map is None:
-            return Linear(as_numbers(head.weight), head.bias)
-        ids_U = self.vocab_map.to_target
-        bias = None if head.bias is None else head.bias.detach()[ids_U]
-        return Linear(as_numbers(of_outputs(head.weight, ids_U)), bias)
+    def head(self, device: torch.device, dtype: torch.dtype) -> Linear:
+        """The output head as numbers; that of a trimmed teacher has the rows of its ids."""
+        if (device, dtype) not in self._heads:
+            weight, bias = self.model.lm_head.weight, self.model.lm_head.bias
+            if self.vocab_map is not None:
+                ids_U = self.vocab_map.to_target
+                weight, bias = of_outputs(weight, ids_U), None if bias is None else of_outputs(bias, ids_U)
+            bias = None if bias is None else bias.to(device, dtype)
+            self._heads[device, dtype] = Linear(as_numbers(weight).to(device, dtype), bias)
+        return self._heads[device, dtype]
 
     @torch.no_grad()
     def read(self, texts: Texts, cache: Cache | None = None) -> Tensor:
@@ -122,8 +123,9 @@ class Teacher:
 
     def logits(self, states: Tensor) -> Tensor:
         """The logits `[…, V]` of a drafter's states `[…, D]`, with gradients for these."""
-        weight, bias = self.head
-        return finished(F.linear(states, weight.to(states.dtype), bias), self.model.config)
+        kind = states.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
+        return finished(F.linear(states, *self.head(states.device, dtype)), self.model.config)
 
     def as_expected(self, logits_MV: Tensor, width: int) -> Tensor:
         """Logits `[M, V]` of tokens that decoding never chooses become `IMPOSSIBLE`; V becomes `width`.
