@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -186,24 +185,6 @@ def frozen_bytes(folder: str, *, bf16: bool, as_numbers: bool = False) -> float:
         return float((2 if bf16 else 4) * parameters_of(load_skeleton(folder)))
     dtype = STORED if checkpoint.is_quantized else "bfloat16" if bf16 else "float32"
     return weights_bytes(LoadPlan(checkpoint=checkpoint, runtime=Runtime(device="cpu", dtype=dtype)))
-
-
-def cache_bytes(recipe: Recipe, data: RunData, *, states: int, default_gb: float) -> float:
-    """Bytes of the run's device that a cache of states takes.
-
-    Args:
-        states: numbers of a token.
-        default_gb: `Teacher.cached_gb`.
-
-    Raises:
-        ValueError: the host has too little memory.
-    """
-    cached, host = recipe.feature_cache_gb, psutil.virtual_memory().total / 1e9
-    cached = default_gb if cached is None else cached
-    if cached > host:
-        raise ValueError(f"feature_cache_gb={cached:g}: this machine has {host:.0f} GB of memory")
-    tokens = sum(len(sample.tokens) for sample in data.samples)
-    return min(cached * 1e9, 4.0 * states * tokens) if data.device.type == "cpu" else 0.0
 
 
 def largest_pass(recipe: Recipe, data: RunData) -> tuple[int, int]:

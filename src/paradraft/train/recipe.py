@@ -39,6 +39,10 @@ NOT_DECISIVE = frozenset({
 record their precision, because `bf16` may be None."""
 
 
+CHECKPOINT, STATES = "checkpoint", "states"
+"""Folder in `out` of the checkpoints of an unfinished run, and that in it of `feature_cache_gb`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """A part of a run that can be switched off.
@@ -71,11 +75,7 @@ class Recipe(BaseModel):
             wanted="a target to measure with",
             is_on=lambda recipe: recipe.measured_with is not None,
         ),
-        Part(
-            settings=("feature_cache_gb",),
-            wanted="states of a teacher or target to cache",
-            is_on=lambda recipe: recipe.caches_states,
-        ),
+        Part(settings=("feature_cache_gb",), wanted="states to keep", is_on=lambda recipe: recipe.caches_states),
         Part(
             settings=("pack",),
             wanted="samples_per_pass=2 or more",
@@ -137,8 +137,8 @@ class Recipe(BaseModel):
         default=None,
         ge=0,
         le=1e6,
-        description="host memory for a cache of the teacher's or target's states, which are then computed once for all "
-        "epochs; 0: no cache; by default 2 if its weights are stored in few bits, else 0",
+        description="disk space for the states of the teacher or target, which are then computed once for all epochs; "
+        "0: they are not kept; by default 8 if its weights are stored in few bits, else 0",
     )
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw", description="adamw, or muon for the matrices and AdamW for the rest"
@@ -274,7 +274,7 @@ class Recipe(BaseModel):
 
     @property
     def caches_states(self) -> bool:
-        """Whether a cache holds the states of a frozen model."""
+        """Whether the states of a frozen model are kept."""
         return False
 
     @property

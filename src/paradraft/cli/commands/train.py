@@ -31,6 +31,7 @@ def run_with_display(recipe: R, build: Builder[R]) -> None:
     Raises:
         ValueError, OSError, StoppedError: see `paradraft.train.run.launch.train`.
     """
+    from paradraft.train.recipe import CHECKPOINT
     from paradraft.train.run import launch
     from paradraft.train.run.checkpoint import STATE
     from paradraft.train.run.processes import StoppedError
@@ -47,13 +48,13 @@ def run_with_display(recipe: R, build: Builder[R]) -> None:
             is_new = launch.train(recipe, build, lambda report: say(_line(report)), announce=say)
     except StoppedError as stop:
         console.print(
-            f"stopped after step {stop.step} of {stop.steps}, with a checkpoint in {recipe.out / launch.CHECKPOINT}: "
+            f"stopped after step {stop.step} of {stop.steps}, with a checkpoint in {recipe.out / CHECKPOINT}: "
             "the same command goes on from there",
             soft_wrap=True,
         )
         raise
     except KeyboardInterrupt:
-        folder = recipe.out / launch.CHECKPOINT
+        folder = recipe.out / CHECKPOINT
         saved = (
             f"goes on from the last checkpoint in {folder}"
             if any(folder.glob(f"step-*/{STATE}"))

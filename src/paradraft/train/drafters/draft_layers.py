@@ -64,11 +64,6 @@ class LayersRecipe(DraftHeadRecipe):
             raise ValueError("regression=0, classification=0: nothing would be learnt, give one of them a weight")
         return self
 
-    @property
-    def layers_read(self) -> int:
-        """See `HeadRecipe`."""
-        return len({*self.target_layers, FINAL_NORM})
-
 
 class ParallelRecipe(LayersRecipe):
     """Settings of trainings of decoder layers that draft with masks."""

@@ -30,6 +30,7 @@ from paradraft.sources.loading import is_in_few_bits, load_config, load_numbers,
 from paradraft.sources.target_loading import load_target
 from paradraft.text.vocabulary import check_rows, used_rows
 from paradraft.train import memory
+from paradraft.train.drafters.kept_states import features_of
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
 from paradraft.train.objectives.chunks import rows_at_once
 from paradraft.train.objectives.features import FeatureCache
@@ -78,11 +79,6 @@ class HeadRecipe(Recipe):
         return True
 
     @property
-    def layers_read(self) -> int:
-        """Target layers whose states a batch has."""
-        return 1
-
-    @property
     def rank_of_head(self) -> int | None:
         """Rank of the drafter's own output head; None for the target's."""
         return None
@@ -110,7 +106,7 @@ class HeadObjective(nn.Module):
         super().__init__()
         self.target_layers = [FINAL_NORM]
         self._target = (target,)  # in a tuple, hidden from `nn.Module`: it is not trained, saved or sharded
-        self._cached_gb = recipe.feature_cache_gb
+        self._recipe = recipe
         rank = recipe.rank_of_head
         self.low_rank = None if rank is None else LowRankHead(target.head(CPU, torch.float32).weight, rank)
         self.kind = recipe.divergence
@@ -122,9 +118,10 @@ class HeadObjective(nn.Module):
         return self._target[0]
 
     @cached_property
-    def _features(self) -> FeatureCache:
+    def features(self) -> FeatureCache:
+        """The target's states that are kept; raises ValueError as `features_of`."""
         layers = dict.fromkeys([*self.target_layers, FINAL_NORM])
-        return FeatureCache(self.target, list(layers), self._cached_gb)
+        return features_of(self._recipe, self.target, list(layers))
 
     def hidden(self, batch: TrainingBatch, read_SNX: Tensor) -> Tensor:
         """Returns the drafter's states `[S, R, D]` of all rows, the input of `head`.
@@ -145,7 +142,7 @@ class HeadObjective(nn.Module):
         """Returns the weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly."""
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
             layers = list(dict.fromkeys([*self.target_layers, FINAL_NORM]))
-            states = self._features.states(batch.texts).chunk(len(layers), dim=-1)
+            states = self.features.states(batch.texts).chunk(len(layers), dim=-1)
             read_SNX = torch.cat(states[: len(self.target_layers)], dim=-1)
             return self.loss(self.hidden(batch, read_SNX), batch, states[layers.index(FINAL_NORM)], weights_K)
 
@@ -211,7 +208,7 @@ class HeadTrainee:
         self.drafter, self.k, self.depths = drafter, recipe.k, recipe.depths
         self.objective = objective
         self.max_tokens = context_of(objective.target.model.config)
-        self.notes = (needed.in_words,)
+        self.notes = (needed.in_words, *(objective.features.notes if recipe.caches_states else ()))
         if recipe.start is not None:
             begin_with(objective, drafter, recipe.start)
         self._recipe = recipe
@@ -325,10 +322,6 @@ def check_memory(
     frozen = memory.frozen_bytes(folder, bf16=data.bf16, as_numbers=has_gradients)
     weights = memory.weight_bytes(recipe, trained, data, frozen=frozen)
     is_packed = is_in_few_bits(folder, skeleton.config) and not has_gradients
-    states = skeleton.config.hidden_size * recipe.layers_read
-    weights += memory.cache_bytes(
-        recipe, data, states=states, default_gb=(PassTeacher if is_packed else Teacher).cached_gb
-    )
     if is_packed:
         weights += 4.0 * ids * skeleton.config.hidden_size  # the head as numbers, see `Teacher.logits`
     if nf4:

@@ -19,18 +19,19 @@ from paradraft.formats.folder import save_model
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, TRAINED_LENGTH, check_ends_nothing, forget_masks
 from paradraft.formats.vocab_map import VocabMap
 from paradraft.models.architectures import context_of, spec_of
+from paradraft.models.forward import FINAL_NORM
 from paradraft.models.output_head import check_linear
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.sources.loading import is_in_few_bits, load_config, load_model, load_skeleton, locate
+from paradraft.sources.loading import load_config, load_model, load_skeleton, locate
 from paradraft.sources.reduced_head import ReducedHead, reduced_head, set_head, store_map
 from paradraft.text.vocabulary import check_rows, used_rows
 from paradraft.train import memory
+from paradraft.train.drafters.kept_states import features_of
 from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.init.adaptation import add_mask_token, with_adapters
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
 from paradraft.train.objectives.objective import Objective
-from paradraft.train.objectives.pass_teacher import PassTeacher
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.objectives.teacher_loading import load_teacher, teacher_folder
 from paradraft.train.trainee import RunData
@@ -194,7 +195,7 @@ def build(recipe: PardRecipe, data: RunData) -> PardTrainee:
         vocab_map=drafter.vocab_map,
         unused=sorted({*range(used_rows(data.tokenizer), drafter.model.config.vocab_size), *drafter.masks}),
         chain_weight=recipe.chain_weight,
-        feature_cache_gb=recipe.feature_cache_gb,
+        features=None if teacher is None else features_of(recipe, teacher, [FINAL_NORM]),
         bf16=data.bf16,
     )
     return PardTrainee(recipe, data.tokenizer, drafter, objective, needed)
@@ -204,7 +205,7 @@ def _check_memory(recipe: PardRecipe, data: RunData) -> memory.Estimate:
     """Estimates the memory of a run without loading weights; ValueError if the device has too little."""
     drafter = drafter_skeleton(recipe, data.tokenizer, str(data.device))
     model, beside = drafter.model, 0 if drafter.previous is None else memory.parameters_of(drafter.previous)
-    frozen = 0.0 if recipe.teacher is None else _teacher_bytes(teacher_folder(recipe.teacher), recipe, data)
+    frozen = 0.0 if recipe.teacher is None else memory.frozen_bytes(teacher_folder(recipe.teacher), bf16=data.bf16)
     weights = memory.weight_bytes(recipe, memory.parameters_of(model) + beside, data, frozen=frozen)
     groups, longest = memory.largest_pass(recipe, data)
     rows = memory.rows_of(longest, k=recipe.k, r=recipe.r, r_min=recipe.r_min)
@@ -221,14 +222,6 @@ def _check_memory(recipe: PardRecipe, data: RunData) -> memory.Estimate:
     )
     needed.check(data.device)
     return needed
-
-
-def _teacher_bytes(folder: str, recipe: PardRecipe, data: RunData) -> float:
-    """Bytes of the teacher, and of the cache of its states."""
-    config = load_config(folder)
-    default_gb = (PassTeacher if is_in_few_bits(folder, config) else Teacher).cached_gb
-    cached = memory.cache_bytes(recipe, data, states=config.hidden_size, default_gb=default_gb)
-    return cached + memory.frozen_bytes(folder, bf16=data.bf16)
 
 
 def _check_samples(recipe: PardRecipe, data: RunData, drafter: InitialDrafter) -> None:

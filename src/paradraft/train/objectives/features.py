@@ -1,70 +1,98 @@
-"""A cache of the teacher's states of texts, so that they are computed once and not in every epoch.
+"""The teacher's states of texts, in files: they are computed once, not in every epoch, and not again by a run that
+resumes.
 
 Shape letters: S groups of samples, N tokens of the longest, n tokens of a sample, X size of a token's states.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paradraft.formats.head import TargetIdentity
 from paradraft.train.objectives.batch import Texts
 from paradraft.train.objectives.teacher import Teacher
 
+RESERVE_BYTES = 4 * 2**30
+"""Space on the disk that is left free."""
+NAME = "states"
+"""Of the tensor in a file."""
+
 
 class FeatureCache:
-    """LRU cache of the states of samples in host memory.
+    """A folder with a file for each sample. Files that are read again stay in the memory that the system has free.
 
     Args:
         layers: as in `Teacher.states`.
-        most_gb: capacity; 0 disables the cache; by default the teacher's `cached_gb`.
+        folder: made for the first file.
+        most_gb: capacity; further samples are not kept. 0 disables the cache; by default the teacher's `cached_gb`.
     """
 
-    def __init__(self, target: Teacher, layers: Sequence[int], most_gb: float | None) -> None:
-        self._target, self._layers = target, list(layers)
+    def __init__(self, target: Teacher, layers: Sequence[int], folder: Path, most_gb: float | None) -> None:
+        self._target, self._layers, self._folder = target, list(layers), folder
         self._most = round(1e9 * (target.cached_gb if most_gb is None else most_gb))
-        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
-        self._bytes = 0
+        self._of = f"{TargetIdentity.of(target.model.config)} {self._layers}".encode() if self._most else b""
+        self._bytes = sum(file.stat().st_size for file in folder.glob("*")) if self._most else 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Where states are kept, in words; nothing if they are not."""
+        return (f"states of texts in {self._folder}, at most {self._most / 1e9:g} GB",) if self._most else ()
+
+    @property
+    def missing_gb(self) -> float:
+        """Capacity that is not in use."""
+        return (self._most - self._bytes) / 1e9
 
     def states(self, texts: Texts) -> Tensor:
         """Returns `[S, N, X]` states of a batch's texts; one pass computes groups with unknown samples."""
         if not self._most:
             return self._target.states(texts, self._layers)
-        samples = list(_samples(texts))
-        unknown = sorted({group for group, _, key in samples if key not in self._kept})
+        samples = [(group, place, self._file(texts.tokens[group, place])) for group, place in texts.places()]
+        known = {file: states for _, _, file in samples if (states := _read(file)) is not None}
+        unknown = sorted({group for group, _, file in samples if file not in known})
         if len(unknown) == len(texts.tokens):
             whole_SNX = self._target.states(texts, self._layers)
         else:
-            whole_SNX = self._filled(texts, samples, unknown)
-        for group, place, key in samples:
-            self._keep(key, whole_SNX[group, place])
+            like = next(iter(known.values()))
+            whole_SNX = torch.zeros(*texts.tokens.shape, like.shape[1], dtype=like.dtype, device=texts.tokens.device)
+            for group, place, file in samples:
+                if group not in unknown:
+                    whole_SNX[group, place] = known[file].to(whole_SNX.device)
+            if unknown:
+                missing = Texts(**{name: tensor[unknown] for name, tensor in vars(texts).items()})
+                whole_SNX[unknown] = self._target.states(missing, self._layers)
+        for group, place, file in samples:
+            if file not in known:
+                self._keep(file, whole_SNX[group, place])
         return whole_SNX
 
-    def _filled(self, texts: Texts, samples: list[tuple[int, slice, bytes]], unknown: list[int]) -> Tensor:
-        like = next(iter(self._kept.values()))
-        whole_SNX = torch.zeros(*texts.tokens.shape, like.shape[1], dtype=like.dtype, device=texts.tokens.device)
-        for group, place, key in samples:
-            if group not in unknown:
-                whole_SNX[group, place] = self._kept[key].to(whole_SNX.device)
-        if unknown:
-            missing = Texts(**{name: tensor[unknown] for name, tensor in vars(texts).items()})
-            whole_SNX[unknown] = self._target.states(missing, self._layers)
-        return whole_SNX
+    def _file(self, tokens_n: Tensor) -> Path:
+        digest = hashlib.sha256(self._of + tokens_n.cpu().numpy().tobytes())
+        return self._folder / f"{digest.hexdigest()[:32]}.safetensors"
 
-    def _keep(self, key: bytes, states_nX: Tensor) -> None:
-        if key not in self._kept:
-            self._kept[key] = states_nX.to("cpu", copy=True)
-            self._bytes += self._kept[key].nbytes
-        self._kept.move_to_end(key)
-        while self._bytes > self._most:
-            _, oldest = self._kept.popitem(last=False)
-            self._bytes -= oldest.nbytes
+    def _keep(self, file: Path, states_nX: Tensor) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        size = states_nX.nbytes
+        if self._bytes + size > self._most or shutil.disk_usage(self._folder).free - size < RESERVE_BYTES:
+            return
+        new = file.with_suffix(f".{os.getpid()}")
+        save_file({NAME: states_nX.contiguous().cpu()}, new)
+        os.replace(new, file)
+        self._bytes += size
 
 
-def _samples(texts: Texts) -> Iterator[tuple[int, slice, bytes]]:
-    """Group, place and key of each sample."""
-    for group, place in texts.places():
-        yield group, place, texts.tokens[group, place].cpu().numpy().tobytes()
+def _read(file: Path) -> Tensor | None:
+    """The states in a file; None without it, or if a crash of the machine has left it damaged."""
+    try:
+        return load_file(file)[NAME] if file.exists() else None
+    except SafetensorError:
+        return None

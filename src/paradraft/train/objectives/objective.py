@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from paradraft.drafters.parts.previous_token import PreviousTokenHead
 from paradraft.formats.vocab_map import VocabMap
-from paradraft.models.forward import FINAL_NORM
 from paradraft.models.output_head import finished, logits_of
 from paradraft.train.objectives.batch import TrainingBatch
 from paradraft.train.objectives.chunks import rows_at_once, sum_in_chunks
@@ -37,7 +36,7 @@ class Objective(nn.Module):
             not draft them.
         vocab_map: of the output head, if it has fewer rows than the embedding.
         chain_weight: rows are weighted by the probability of the tokens before them to this power; needs a teacher.
-        feature_cache_gb: see `FeatureCache`.
+        features: of the teacher's states after the final norm; None computes them in every batch.
         bf16: compute in bf16; losses are computed in float32.
     """
 
@@ -51,7 +50,7 @@ class Objective(nn.Module):
         unused: Sequence[int] = (),
         vocab_map: VocabMap | None = None,
         chain_weight: float = 0.0,
-        feature_cache_gb: float | None = None,
+        features: FeatureCache | None = None,
         bf16: bool = False,
     ) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class Objective(nn.Module):
         self.bf16 = bf16
         self.chunk = rows_at_once(len(model.get_output_embeddings().weight), model.device)
         self._teacher = (teacher,)  # in a tuple, hidden from `nn.Module`: it is not trained, saved or sharded
-        self._features = None if teacher is None else FeatureCache(teacher, [FINAL_NORM], feature_cache_gb)
+        self._features = features
 
     @property
     def teacher(self) -> Teacher | None:

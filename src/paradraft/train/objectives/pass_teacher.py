@@ -35,8 +35,8 @@ class PassTeacher(Teacher):
         lm: with the drafter's tokenizer.
     """
 
-    cached_gb = 2.0
-    """Its states of a text do not depend on other texts, so a cache changes nothing."""
+    cached_gb = 8.0
+    """Its states of a text do not depend on other texts, so keeping them changes nothing."""
 
     def __init__(self, lm: CausalLM, *, mask_id: int | None, masks: int = 1) -> None:
         super().__init__(lm.model, vocab_size=lm.vocab_size, mask_id=mask_id, masks=masks)

@@ -29,6 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from paradraft.digests import file_digest
 from paradraft.files import sync, sync_entries
+from paradraft.train.recipe import STATES
 from paradraft.train.run.progress import BestSoFar, Score, Sums
 from paradraft.train.run.provenance import Learnt
 
@@ -221,7 +222,7 @@ class Checkpoints:
 
     def delete(self) -> None:
         """Deletes all checkpoints and drafters, and the folder if it is empty then."""
-        _delete_all_but(set(), [*self.folder.glob("step-*"), *self.folder.glob("drafter-*")])
+        _delete_all_but(set(), [*self.folder.glob("step-*"), *self.folder.glob("drafter-*"), *self.folder.glob(STATES)])
         if self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
 

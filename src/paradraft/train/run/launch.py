@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from paradraft.files import one_line_when_full
-from paradraft.train.recipe import Recipe
+from paradraft.train.recipe import CHECKPOINT, Recipe
 from paradraft.train.run import progress, provenance
 from paradraft.train.run.checkpoint import Checkpoints, State, exclusive
 from paradraft.train.run.disk import estimate
@@ -22,9 +22,6 @@ from paradraft.train.run.provenance import difference
 from paradraft.train.run.setup import Preparation, prepare
 from paradraft.train.run.trainer import Loop
 from paradraft.train.trainee import Builder, R
-
-CHECKPOINT = "checkpoint"
-"""Folder in `out` with the checkpoints of an unfinished run."""
 
 
 def is_trained(recipe: Recipe) -> bool:
