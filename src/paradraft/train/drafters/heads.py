@@ -208,7 +208,7 @@ class HeadTrainee:
         self.drafter, self.k, self.depths = drafter, recipe.k, recipe.depths
         self.objective = objective
         self.max_tokens = context_of(objective.target.model.config)
-        self.notes = (needed.in_words, *(objective.features.notes if recipe.caches_states else ()))
+        self.notes = (*(objective.features.notes if recipe.caches_states else ()), needed.in_words)
         if recipe.start is not None:
             begin_with(objective, drafter, recipe.start)
         self._recipe = recipe
@@ -317,7 +317,10 @@ def check_memory(
     folder = locate(recipe.model, "target")
     skeleton = load_skeleton(folder)
     ids = recipe.draft_ids(skeleton.config.vocab_size)
-    trained += (recipe.rank_of_head or 0) * (skeleton.config.hidden_size + ids)
+    rank, width = recipe.rank_of_head or 0, skeleton.config.hidden_size
+    if rank > width:
+        raise ValueError(f"head_rank={rank}: the states of model {recipe.model!r} have {width} numbers, use fewer")
+    trained += rank * (width + ids)
     groups, longest = memory.largest_pass(recipe, data)
     frozen = memory.frozen_bytes(folder, bf16=data.bf16, as_numbers=has_gradients)
     weights = memory.weight_bytes(recipe, trained, data, frozen=frozen)

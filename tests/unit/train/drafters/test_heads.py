@@ -74,6 +74,8 @@ def test_own_heads_are_those_of_the_depth(family: Path, tmp_path: Path) -> None:
         ("medusa", {"start": "pocket"}, "start: the shipped family has no medusa drafter"),
         ("eagle", {"feature_cache_gb": 1e5}, "feature_cache_gb=100000: the disk of .* has"),
         ("medusa", {"target": "draft", "held_out": 1}, "is not the model whose states are read"),
+        ("hydra", {"head_rank": 33}, "head_rank=33: the states of model .* have 32 numbers, use fewer"),
+        ("eagle_parallel", {"draft_vocab_size": 73}, "draft_vocab_size=73: model .* has 72 tokens"),
     ],
 )
 def test_mistakes_are_one_line(family: Path, tmp_path: Path, name: str, settings: dict[str, object], told: str) -> None:
