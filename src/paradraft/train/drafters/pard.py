@@ -98,7 +98,7 @@ def _ready(
         check_linear(model.config, f"draft_temperature={recipe.draft_temperature}")
     previous = _previous(model, recipe)
     if recipe.k > 1:
-        first = add_mask_token(model, tokenizer, recipe.mask_token_id, masks=recipe.masks, vocab_map=vocab_map)
+        first = add_mask_token(model, tokenizer, recipe.mask_token_id, masks=recipe.masks)
         masks = range(first, first + recipe.masks)
     else:
         masks = range(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
 from typing import cast
 
 import torch
@@ -12,18 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.formats.pard import check_ends_nothing, declare_masks, declared_mask_id
-from paradraft.formats.vocab_map import VocabMap
 from paradraft.text.tokenization import text_of
-from paradraft.text.vocabulary import (
-    end_ids,
-    free_id,
-    resize,
-    role_ids,
-    set_to_mean,
-    unsaid_id,
-    used_rows,
-    without_role,
-)
+from paradraft.text.vocabulary import end_ids, free_id, resize, role_ids, set_to_mean, unsaid_id, used_rows
 
 
 class Lora(BaseModel):
@@ -60,12 +49,7 @@ def with_adapters(model: PreTrainedModel, lora: Lora, masks: list[int], *, seed:
 
 
 def add_mask_token(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    mask_id: int | None = None,
-    *,
-    masks: int = 1,
-    vocab_map: VocabMap | None = None,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_id: int | None = None, *, masks: int = 1
 ) -> int:
     """Chooses the mask token, sets its embedding to the mean of all others, and returns its id.
 
@@ -77,14 +61,15 @@ def add_mask_token(
         tokenizer: shows which rows are in use.
         masks: count of consecutive mask ids, one for each depth; the last serves all deeper ones. Only paradraft reads
             the count, `pard_masks` in the config.
-        vocab_map: of the output head, if it has fewer rows than the embedding.
 
     Raises:
         ValueError: `mask_id` is outside the embedding, or has a text, or ends texts; or there are too few free rows
             after the tokenizer's last id.
     """
     known = declared_mask_id(model.config)
-    rows, used = model.get_input_embeddings().weight.shape[0], used_rows(tokenizer)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    rows, used = len(embedding), used_rows(tokenizer)
+    is_reduced = len(head) < rows  # `paradraft trim`; its rows were those of the embedding, if that was tied
     if mask_id is not None and not 0 <= mask_id < rows:
         raise ValueError(f"mask_token_id={mask_id} is outside the embedding of {rows} rows: use a free one of them")
     if mask_id is not None and (text := text_of(mask_id, tokenizer)) is not None:
@@ -94,12 +79,11 @@ def add_mask_token(
         reserved = role_ids(model.config, model.generation_config)
         chosen = free_id(tokenizer, rows, reserved)
         if chosen is None:
-            head = model.get_output_embeddings().weight
-            chosen = (
-                unsaid_id(tokenizer, head, reserved)
-                if vocab_map is None
-                else _without_row(vocab_map, tokenizer, reserved)
-            )
+            chosen = unsaid_id(tokenizer, embedding if is_reduced else head, reserved)
+    if chosen is None and is_reduced:
+        if not head.is_meta:
+            raise ValueError("this trimmed draft has no untrained token for the mask: train it before it is trimmed")
+        chosen = rows - 1  # a skeleton's rows are only counted
     if chosen is None:
         chosen = max(rows, used)
         resize(model, chosen + 1, used)
@@ -113,14 +97,3 @@ def add_mask_token(
         set_to_mean(model, slice(chosen, chosen + masks), used)
     declare_masks(model.config, chosen, masks)
     return int(chosen)
-
-
-def _without_row(vocab_map: VocabMap, tokenizer: PreTrainedTokenizerBase, reserved: Collection[int]) -> int:
-    """The last special token without a role and without a row in the output head."""
-    special = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
-    free = [index for index in without_role(tokenizer, reserved) if index in special]
-    rows = vocab_map.rows_of(torch.tensor(free, dtype=torch.long)).tolist()
-    unsaid = [index for index, row in zip(free, rows, strict=True) if row < 0]
-    if not unsaid:
-        raise ValueError("this trimmed draft has no token that could be the mask: name one with mask_token_id")
-    return max(unsaid)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from paradraft.data.samples import Sample
 from paradraft.engine.loader import load
@@ -15,8 +16,10 @@ from paradraft.formats.vocab_map import D2T, VocabMap
 from paradraft.models.runtime import Runtime
 from paradraft.train.objectives.losses import IGNORED
 from paradraft.train.objectives.rows import attention_mask
+from tests.conftest import VOCAB, tiny_model
 from tests.contract.test_every_trainee import prepare, recipe_for, train
 from tests.support.reduced_heads import reduced_folder
+from tests.unit.text.test_vocabulary import NAMES, never_said, with_special
 
 IDS = list(range(0, 64, 2))
 
@@ -58,6 +61,28 @@ def test_the_trained_draft_has_the_same_ids(
         for drafter, draft in ((name, str(tmp_path / "out")), ("none", None))
     ]  # fmt: skip
     assert [each.tokens for each in texts[0]] == [each.tokens for each in texts[1]]
+
+
+@pytest.mark.parametrize("is_untied", [False, True])
+def test_its_mask_is_a_token_that_is_never_said(family: Path, tmp_path: Path, is_untied: bool) -> None:
+    """Guards the target's text, in which the mask is forbidden: of the special tokens without a row in the head only
+    those with untrained rows are fit, and without the original head nothing shows which these are."""
+    model = tiny_model(3, rows=VOCAB + len(NAMES))
+    with torch.no_grad():
+        never_said("<file>", "<issue>", head=model.get_input_embeddings().weight)
+    model.save_pretrained(tmp_path / "whole")
+    with_special(*NAMES).save_pretrained(tmp_path / "whole")
+    reduced_folder(tmp_path / "whole", tmp_path / "reduced", IDS)
+    if is_untied:
+        weights = load_file(tmp_path / "reduced" / "model.safetensors")
+        torch.nn.init.normal_(weights["model.embed_tokens.weight"])
+        save_file(weights, tmp_path / "reduced" / "model.safetensors", metadata={"format": "pt"})
+    recipe = recipe_for("pard", family, tmp_path / "out", model=str(tmp_path / "reduced"), k=3)
+    if is_untied:
+        with pytest.raises(ValueError, match="no untrained token for the mask: train it before it is trimmed"):
+            prepare("pard", recipe)
+    else:
+        assert list(prepare("pard", recipe).trainee.masks) == [VOCAB + NAMES.index("<issue>")]
 
 
 def test_only_tokens_with_a_row_are_learnt(family: Path, reduced: Path, tmp_path: Path) -> None:
