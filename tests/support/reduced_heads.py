@@ -11,6 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paradraft.models.runtime import Runtime
+
+RUNTIMES = {
+    "eager": Runtime(device="cpu", dtype="float64", compiled=False),
+    "eager int8": Runtime(device="cpu", dtype="int8", compiled=False),
+    "C++": Runtime(device="cpu", dtype="float32"),
+    "C++ bfloat16": Runtime(device="cpu", dtype="bfloat16"),
+    "C++ int8": Runtime(device="cpu", dtype="int8"),
+    "C++ int4": Runtime(device="cpu", dtype="int4"),
+}
+"""In each of which a row of the head must stay the same to the last bit."""
+
 
 def reduced_folder(
     source: Path, folder: Path, ids: Sequence[int], *, has_t2d: bool = True, **changed: Tensor | None

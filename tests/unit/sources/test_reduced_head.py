@@ -10,26 +10,17 @@ import pytest
 import torch
 
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.runtime import Runtime
 from paradraft.sources.load_plan import plan_of
 from paradraft.sources.packed_file import SETTING
 from paradraft.sources.target_loading import load_lm, load_target, weights_bytes
 from tests.conftest import VOCAB, tiny_tokenizer
 from tests.support.decoding import empty_rows
 from tests.support.kinds import model_of
-from tests.support.reduced_heads import reduced_folder
+from tests.support.reduced_heads import RUNTIMES, reduced_folder
 from tests.support.targets import write_model
 
 IDS = [0, 3, 4, 5, *range(10, 40, 3), VOCAB - 1, VOCAB + 4]
 """With one id that only pads the embedding."""
-RUNTIMES = {
-    "eager": Runtime(device="cpu", dtype="float64", compiled=False),
-    "eager int8": Runtime(device="cpu", dtype="int8", compiled=False),
-    "C++": Runtime(device="cpu", dtype="float32"),
-    "C++ bfloat16": Runtime(device="cpu", dtype="bfloat16"),
-    "C++ int8": Runtime(device="cpu", dtype="int8"),
-    "C++ int4": Runtime(device="cpu", dtype="int4"),
-}
 
 
 def logits_of(lm: CausalLM) -> torch.Tensor:

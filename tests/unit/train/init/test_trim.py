@@ -24,15 +24,9 @@ from tests.conftest import VOCAB, tiny_tokenizer
 from tests.support import gguf_files
 from tests.support.decoding import empty_rows
 from tests.support.packed_models import write_packed
+from tests.support.reduced_heads import RUNTIMES
 from tests.support.targets import KINDS, read, write_model
 
-RUNTIMES = {
-    "eager": Runtime(device="cpu", dtype="float64", compiled=False),
-    "eager int8": Runtime(device="cpu", dtype="int8", compiled=False),
-    "C++": Runtime(device="cpu", dtype="float32"),
-    "C++ bfloat16": Runtime(device="cpu", dtype="bfloat16"),
-    "C++ int8": Runtime(device="cpu", dtype="int8"),
-}
 ROWS = VOCAB + 8
 
 
