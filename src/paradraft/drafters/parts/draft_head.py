@@ -34,16 +34,16 @@ def draft_head(lm: CausalLM, head: Head) -> Callable[[Tensor], Tensor]:
         ValueError: the checkpoint's rows do not fit each other or the target.
     """
     own, vocab_map = lm.model.lm_head, _vocab_map(lm, head)
-    rows, ids = drafted_ids(lm, head)
-    width = own.weight.shape[1]
-    if UP in head.weights:
-        rank = len(head.weights.get(DOWN, ()))
-        down, up = lm.linear(head.tensor(DOWN, max(rank, 1), width)), lm.linear(head.tensor(UP, rows, max(rank, 1)))
-        return lambda states: ids.logits(finished(up(down(states)), lm.model.config))
-    if vocab_map is None:
+    if vocab_map is None and UP not in head.weights:
         return lm.head
+    rows, ids = drafted_ids(lm, head)
+    if UP in head.weights:
+        rank, width = max(len(head.weights.get(DOWN, ())), 1), own.weight.shape[1]
+        down, up = lm.linear(head.tensor(DOWN, rank, width)), lm.linear(head.tensor(UP, rows, rank))
+        return lambda states: ids.logits(finished(up(down(states)), lm.model.config))
+    assert vocab_map is not None
     ids_U = vocab_map.to_target
-    products = lm.linear(of_outputs(own.weight, ids_U), None if own.bias is None else own.bias[ids_U])
+    products = lm.linear(of_outputs(own.weight, ids_U), None if own.bias is None else of_outputs(own.bias, ids_U))
     return lambda states: ids.logits(finished(products(states), lm.model.config))
 
 
