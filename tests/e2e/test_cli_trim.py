@@ -120,6 +120,21 @@ def test_a_size_is_chosen_by_times(
     assert sizes["named"] < sizes["assumed"] <= ROWS, "a target that takes less time makes the head dearer"
 
 
+@pytest.mark.parametrize("is_faster", [False, True])
+def test_a_trimmed_pass_that_is_no_faster_is_named(
+    paradraft: Paradraft, family: Path, answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_faster: bool
+) -> None:
+    """Guards the owner of a file of few bits: its trimmed folder reads more beside the head, and may take longer."""
+    times = iter([2e-3, 1e-3 if is_faster else 3e-3])
+    monkeypatch.setattr(
+        vocabulary_size,
+        "draft_time",
+        lambda draft, dtype: vocabulary_size.PassTime(pass_s=next(times), head_s=1e-3, head_bytes=9),
+    )
+    made = paradraft("trim", family / "draft", "--out", tmp_path / "out", "--counts", answers, "--size", 9)
+    assert made.code == 0 and ("a pass is no faster than before" in made.out) is not is_faster
+
+
 def test_few_bits(paradraft: Paradraft, tmp_path: Path) -> None:
     """Guards GGUF files: it is said that the weights are numbers now, in which dtype the folder was timed, and that
     rows were filled up."""

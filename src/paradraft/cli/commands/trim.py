@@ -145,7 +145,7 @@ def _timed(checkpoint: Checkpoint, draft_dtype: str | None) -> PassTime | str:
 def _table(
     draft: Untrimmed, coverage: Coverage, size: int, before: PassTime | str, after: PassTime | str
 ) -> Iterator[str]:
-    """What the draft was and is: rows, coverage, bytes and time."""
+    """Rows, coverage, bytes and time of the draft before and after."""
     rows: list[tuple[str, ...]] = [
         ("", "before", "trimmed"),
         ("rows of the head", f"{len(draft.row_ids):,}", f"{size:,}"),
@@ -175,6 +175,8 @@ def _notes(
             return
     if draft.checkpoint.is_quantized:
         yield f"its weights, before in few bits, are bfloat16 now: it was timed in {dtype}, decode so"
+    if not isinstance(before, str) and not isinstance(after, str) and after.pass_s >= before.pass_s:
+        yield "a pass is no faster than before: keep the whole draft, or try another --draft-dtype"
 
 
 def _decoding(out: Path, draft: Untrimmed, dtype: str | None) -> list[str]:
