@@ -55,7 +55,7 @@ class MedusaDrafter(ModelDrafter):
         self._head = draft_head(lm, head)
         self._heads: list[Callable[[Tensor], Tensor]] | None = None
         if not head.setting("original_lm_head", bool):
-            rows, self._ids = drafted_ids(lm, head)
+            _, rows, self._ids = drafted_ids(lm, head)
             self._heads = [lm.linear(head.tensor(f"lm_heads.{index}.weight", rows, width)) for index in blocks]
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:

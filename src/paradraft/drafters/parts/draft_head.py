@@ -10,6 +10,7 @@ Shape letters: U rows of the head, V target ids, D hidden size, X rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -33,29 +34,31 @@ def draft_head(lm: CausalLM, head: Head) -> Callable[[Tensor], Tensor]:
     Raises:
         ValueError: the checkpoint's rows do not fit each other or the target.
     """
-    own, vocab_map = lm.model.lm_head, _vocab_map(lm, head)
-    if vocab_map is None and UP not in head.weights:
-        return lm.head
-    rows, ids = drafted_ids(lm, head)
+    own, (vocab_map, rows, ids) = lm.model.lm_head, drafted_ids(lm, head)
     if UP in head.weights:
         rank, width = max(len(head.weights.get(DOWN, ())), 1), own.weight.shape[1]
         down, up = lm.linear(head.tensor(DOWN, rank, width)), lm.linear(head.tensor(UP, rows, rank))
         return lambda states: ids.logits(finished(up(down(states)), lm.model.config))
-    assert vocab_map is not None
+    if vocab_map is None:
+        return lm.head
     ids_U = vocab_map.to_target
     products = lm.linear(of_outputs(own.weight, ids_U), None if own.bias is None else of_outputs(own.bias, ids_U))
     return lambda states: ids.logits(finished(products(states), lm.model.config))
 
 
-def drafted_ids(lm: CausalLM, head: Head) -> tuple[int, OutputIds]:
-    """U, the rows of a checkpoint's output heads, and their ids; raises ValueError as `draft_head`."""
-    vocab_map = _vocab_map(lm, head)
-    rows = len(lm.model.lm_head.weight) if vocab_map is None else len(vocab_map.to_target)
-    return rows, lm.ids.of_rows(vocab_map)
+class DraftedIds(NamedTuple):
+    """The ids of a checkpoint's output heads: their map, None for all; the number of rows; and their logits' places."""
+
+    vocab_map: VocabMap | None
+    rows: int
+    output: OutputIds
 
 
-def _vocab_map(lm: CausalLM, head: Head) -> VocabMap | None:
-    if D2T not in head.weights:
-        return None
-    d2t, t2d = head.weights[D2T], head.weights.get(T2D)
-    return VocabMap.stored(d2t, t2d, rows=len(d2t), vocabulary=lm.vocab_size, name=head.name)
+def drafted_ids(lm: CausalLM, head: Head) -> DraftedIds:
+    """The ids that a checkpoint drafts; raises ValueError as `draft_head`."""
+    vocab_map, rows = None, len(lm.model.lm_head.weight)
+    if D2T in head.weights:
+        d2t, t2d = head.weights[D2T], head.weights.get(T2D)
+        rows = len(d2t)
+        vocab_map = VocabMap.stored(d2t, t2d, rows=rows, vocabulary=lm.vocab_size, name=head.name)
+    return DraftedIds(vocab_map, rows, lm.ids.of_rows(vocab_map))
