@@ -18,6 +18,7 @@ from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import declared_mask_id, mask_token_id
 from paradraft.models.names import POCKET, is_shape
 from paradraft.sources.loading import load_config, load_tokenizer, locate
+from paradraft.sources.reduced_head import reduced_head
 from paradraft.text.vocabulary import of_one_family, used_rows
 
 DEFAULT_PYTHON = Path("build/vllm/bin/python")
@@ -137,6 +138,11 @@ def _check_model(name: str, draft: str, target: str) -> None:
     if is_head(draft):
         raise ValueError(f"{draft!r} is no draft model, it reads the states of its target: name its drafter")
     config, target_config = load_config(draft), load_config(target)
+    if (head := reduced_head(draft, config)) is not None:
+        raise ValueError(
+            f"{draft!r} has an output head for {head.shape[0]} of its {config.vocab_size} tokens, and vLLM reads a "
+            "whole one in draft models: serve with paradraft, or train the draft that it was trimmed from"
+        )
     if "parallel_drafting" in serving_of(name).options:
         mask_token_id(config, draft)
         if (masks := getattr(config, "pard_masks", 1)) > 1:

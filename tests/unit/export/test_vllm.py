@@ -14,6 +14,7 @@ from paradraft.formats.pard import declare_masks
 from paradraft.sources.loading import pocket_folder
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.support.drafts import draft_of
+from tests.support.reduced_heads import reduced_folder
 from tests.support.small_tokenizers import byte_level
 
 
@@ -77,6 +78,14 @@ def test_what_vllm_could_not_load_is_refused(family: Path, tmp_path: Path) -> No
     shutil.copytree(family / "draft", tmp_path / "my-Eagle3-draft")
     with pytest.raises(ValueError, match="'eagle3' in its name"):
         config(family, "autoregressive", tmp_path / "my-Eagle3-draft")
+
+
+@pytest.mark.parametrize("drafter", ["autoregressive", "pard"])
+def test_a_trimmed_draft_is_refused(family: Path, tmp_path: Path, drafter: str) -> None:
+    """Guards the line that a training prints for vLLM, which takes the head of a draft model for a whole one."""
+    draft = reduced_folder(Path(str(draft_of(family, drafter))), tmp_path / "draft", range(9))
+    with pytest.raises(ValueError, match="has an output head for 9 of its 72 tokens, and vLLM reads a whole one"):
+        speculative_config(Speculation(drafter=drafter, draft=draft, k=3, lengths="fixed"), str(family / "target"))
 
 
 def test_the_python_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
