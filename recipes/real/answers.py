@@ -7,6 +7,9 @@ The questions are those of CodeAlpaca, the first 1,000 of GSM8K's training quest
 500 of `questions/general.jsonl`, which were written for this. Those that share eight words in a row with a file of
 `--apart`, on which drafters are measured, are left out. Each is answered greedily and at temperature 0.8. The same
 command goes on where it was stopped. Nothing of `questions/chat-test.jsonl` is answered: drafters are measured on it.
+
+`answers` has the results of two models. All but SmolLM2's greedy answers are of the files' weights as bfloat16 numbers on
+a GPU, which differ in some tokens from what the passes on CPUs decode.
 """
 
 from __future__ import annotations
@@ -99,7 +102,7 @@ def pack(files: dict[str, list[Path]], out: Path) -> None:
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(
-        pyarrow.Table.from_pylist(rows), out, compression="zstd", compression_level=22, use_dictionary=False,
+        pyarrow.Table.from_pylist(rows), out, compression="brotli", compression_level=11, use_dictionary=False,
         data_page_size=2**26,
     )  # fmt: skip
     print(f"{out}: {len(rows):,} answers, {out.stat().st_size:,} bytes")
