@@ -26,12 +26,19 @@ from paradraft.models.quantization import quantize
 from paradraft.models.runtime import Runtime
 from paradraft.placement import Placement, stages_of
 from paradraft.sampling_params import Sampling
+from paradraft.train.drafters import eagle_parallel, pard
+from paradraft.train.drafters.eagle_parallel import EagleParallelRecipe
+from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.objectives.batch import Drop, collate
 from paradraft.train.objectives.objective import Objective
+from paradraft.train.run import launch
+from paradraft.train.run.progress import Evaluation, Progress, Report
 from paradraft.tree import Tree
 from tests.e2e.conftest import Paradraft
 from tests.e2e.conftest import paradraft as paradraft
+from tests.support import gguf_files
 from tests.support.drafts import draft_of
+from tests.support.reduced_heads import reduced_folder
 
 pytestmark = pytest.mark.gpu
 
@@ -196,6 +203,37 @@ def test_flex_attention_trains_as_sdpa_does(packed: bool) -> None:
     torch.testing.assert_close(other_loss, loss, rtol=1e-4, atol=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(other_gradients[name], gradient, rtol=2e-3, atol=2e-3 * gradient.abs().max().item())
+
+
+def test_a_file_of_few_bits_teaches_there(tmp_path: Path) -> None:
+    """Guards states, probabilities and heads of weights that are stored in few bits: on a GPU they are numbers, and
+    evaluations decode the file on the CPU."""
+    file, data = tmp_path / "target.gguf", tmp_path / "data.jsonl"
+    gguf_files.write_gguf(file, gguf_files.tiny_model("llama"), "Q8_0")
+    data.write_text("".join(f'{{"prompt": "{n}a", "response": "{"ab" * 9}"}}\n' for n in range(9)), encoding="utf-8")
+    recipe = EagleParallelRecipe(
+        model=str(file), data=[data], out=tmp_path / "out", draft_vocab_size=40, k=3, loss="forward_kl", regression=0,
+        classification=1.0, steps=12, warmup_steps=1, lr=1e-2, max_length=32, held_out=2, prompts=1, answer_tokens=4,
+        log_every=1, device="cuda",
+    )  # fmt: skip
+    reports: list[Report] = []
+    launch.train(recipe, eagle_parallel.build, reports.append)
+    losses = [report.loss for report in reports if isinstance(report, Progress)]
+    assert len(losses) == 12 and losses[-1] < losses[0]
+    assert [report.acceptance_length for report in reports if isinstance(report, Evaluation)][-1]
+
+
+def test_a_trimmed_draft_is_trained_there(family: Path, tmp_path: Path) -> None:
+    """Guards what a reduced head computes with ids: all of it is on the GPU."""
+    draft, data = reduced_folder(family / "pard", tmp_path / "trimmed", range(0, 60, 2)), tmp_path / "data.txt"
+    data.write_text("helloworld" * 6 + "abcabcabc" * 4, encoding="utf-8")
+    recipe = PardRecipe(
+        model=draft, teacher=str(family / "target"), data=[data], out=tmp_path / "out", k=3, steps=2, warmup_steps=0,
+        max_length=20, held_out=0, log_every=1, device="cuda",
+    )  # fmt: skip
+    reports: list[Report] = []
+    launch.train(recipe, pard.build, reports.append)
+    assert len(reports) == 2
 
 
 def test_a_gpu_reads_faster_than_a_cpu_and_multiplies_bf16_faster_than_float32() -> None:

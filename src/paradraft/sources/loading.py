@@ -213,9 +213,9 @@ def load_numbers(name: str, runtime: Runtime, *, head: ReducedHead | None = None
     config = load_config(name)
     if not is_in_few_bits(name, config):
         return load_model(name, runtime, config, head=head)
-    model = load_model(name, Runtime(device=runtime.device, dtype=STORED), config)
+    model = load_model(name, Runtime(device="cpu", dtype=STORED), config)
     dequantize(model, runtime.computed_in)
-    return model
+    return model.to(device_of(runtime.device))
 
 
 def _warn_of_unused(weights: Iterable[str], name: str) -> None:

@@ -26,7 +26,7 @@ from paradraft.models.output_head import finished, sizes_of
 from paradraft.models.quantization import store_in_nf4
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.sources.loading import is_in_few_bits, load_config, load_numbers, load_skeleton, locate
+from paradraft.sources.loading import load_config, load_numbers, load_skeleton, locate
 from paradraft.sources.target_loading import load_target
 from paradraft.text.vocabulary import check_rows, used_rows
 from paradraft.train import memory
@@ -39,6 +39,7 @@ from paradraft.train.objectives.low_rank import LowRankHead
 from paradraft.train.objectives.objective import loss_of_rows
 from paradraft.train.objectives.pass_teacher import PassTeacher
 from paradraft.train.objectives.teacher import Teacher
+from paradraft.train.objectives.teacher_loading import is_decoded_as_stored
 from paradraft.train.recipe import Recipe
 from paradraft.train.trainee import RunData
 
@@ -281,7 +282,7 @@ def frozen_target(recipe: HeadRecipe, data: RunData, *, has_gradients: bool = Fa
     check_rows(config.vocab_size, data.largest, f"model {recipe.model!r}")
     if data.longest > (room := context_of(config)):
         raise ValueError(f"the model has room for {room} tokens, a sample has {data.longest}: set max_length={room}")
-    if is_in_few_bits(folder, config) and not has_gradients:
+    if is_decoded_as_stored(folder, config, data.device) and not has_gradients:
         return PassTeacher(load_target(folder).lm, mask_id=None)
     device, dtype = "cpu" if nf4 else str(data.device), "bfloat16" if data.bf16 else "float32"
     model = load_numbers(folder, Runtime(device=device, dtype=dtype))
@@ -322,9 +323,9 @@ def check_memory(
         raise ValueError(f"head_rank={rank}: the states of model {recipe.model!r} have {width} numbers, use fewer")
     trained += rank * (width + ids)
     groups, longest = memory.largest_pass(recipe, data)
-    frozen = memory.frozen_bytes(folder, bf16=data.bf16, as_numbers=has_gradients)
+    is_packed = is_decoded_as_stored(folder, skeleton.config, data.device) and not has_gradients
+    frozen = memory.frozen_bytes(folder, bf16=data.bf16, as_numbers=not is_packed)
     weights = memory.weight_bytes(recipe, trained, data, frozen=frozen)
-    is_packed = is_in_few_bits(folder, skeleton.config) and not has_gradients
     if is_packed:
         weights += 4.0 * ids * skeleton.config.hidden_size  # the head as numbers, see `Teacher.logits`
     if nf4:

@@ -39,7 +39,7 @@ from paradraft.train.trainee import RunData
 
 @dataclass(frozen=True, kw_only=True)
 class InitialDrafter:
-    """A drafter before training, in float32.
+    """A drafter before training.
 
     Args:
         adapted: the model with its adapters, if any.
@@ -55,7 +55,9 @@ class InitialDrafter:
     vocab_map: VocabMap | None
 
 
-def initial_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str) -> InitialDrafter:
+def initial_drafter(
+    recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, device: str, *, dtype: str = "float32"
+) -> InitialDrafter:
     """Loads a recipe's model, and adds mask tokens, adapters and previous-token head.
 
     Raises:
@@ -64,7 +66,7 @@ def initial_drafter(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, devi
     folder = locate(recipe.model, "draft")
     config = load_config(folder)
     head = reduced_head(folder, config)
-    model = load_model(folder, Runtime(device=device, dtype="float32"), config, head=head)
+    model = load_model(folder, Runtime(device=device, dtype=dtype), config, head=head)
     return _ready(model, recipe, tokenizer, head, on_gpu=device.startswith("cuda"))
 
 
@@ -157,7 +159,10 @@ class PardTrainee:
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Writes the draft as a Hugging Face folder in bf16, with merged adapters; see `formats/pard.py`."""
-        new = initial_drafter(self._recipe, self._tokenizer, "cpu")
+        # A second copy in float32 would set the peak of memory. Adapters are merged in float32, and the norm scaled.
+        dtype = "bfloat16" if self._recipe.lora is None else "float32"
+        new = initial_drafter(self._recipe, self._tokenizer, "cpu", dtype=dtype)
+        cast(Any, new.model.model).norm.float()
         Objective(new.model, previous=new.previous).load_state_dict(weights)
         model = new.model if new.adapted is None else cast(PreTrainedModel, new.adapted.merge_and_unload())
         cool(model, new.previous, self._recipe.draft_temperature)
@@ -205,7 +210,10 @@ def _check_memory(recipe: PardRecipe, data: RunData) -> memory.Estimate:
     """Estimates the memory of a run without loading weights; ValueError if the device has too little."""
     drafter = drafter_skeleton(recipe, data.tokenizer, str(data.device))
     model, beside = drafter.model, 0 if drafter.previous is None else memory.parameters_of(drafter.previous)
-    frozen = 0.0 if recipe.teacher is None else memory.frozen_bytes(teacher_folder(recipe.teacher), bf16=data.bf16)
+    frozen = 0.0
+    if recipe.teacher is not None:
+        on_gpu = data.device.type != "cpu"
+        frozen = memory.frozen_bytes(teacher_folder(recipe.teacher), bf16=data.bf16, as_numbers=on_gpu)
     weights = memory.weight_bytes(recipe, memory.parameters_of(model) + beside, data, frozen=frozen)
     groups, longest = memory.largest_pass(recipe, data)
     rows = memory.rows_of(longest, k=recipe.k, r=recipe.r, r_min=recipe.r_min)

@@ -59,7 +59,8 @@ class Objective(nn.Module):
         self.vocab_map = vocab_map
         self.unused = list(unused)
         if vocab_map is not None:
-            self.unused = [row for row in vocab_map.rows_of(torch.tensor(self.unused)).tolist() if row >= 0]
+            ids = torch.tensor(self.unused, device=vocab_map.to_target.device)
+            self.unused = [row for row in vocab_map.rows_of(ids).tolist() if row >= 0]
             teacher = None if teacher is None else teacher.trimmed(vocab_map)
         self.chain_weight = chain_weight
         self.kind = kind

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from paradraft.models.architectures import context_of
+from paradraft.models.devices import device_of
 from paradraft.models.runtime import Runtime
-from paradraft.sources.loading import is_in_few_bits, load_config, load_model, load_tokenizer, locate
+from paradraft.sources.loading import is_in_few_bits, load_config, load_numbers, load_tokenizer, locate
 from paradraft.sources.target_loading import load_target
 from paradraft.text.vocabulary import check_rows, of_one_family
 from paradraft.train.objectives.pass_teacher import PassTeacher
@@ -29,6 +31,14 @@ def _as_teacher() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"teacher: {error}") from None
+
+
+def is_decoded_as_stored(folder: str, config: PretrainedConfig, device: torch.device) -> bool:
+    """Whether the pass that decodes a frozen model computes its states and logits: for weights of few bits, on a CPU.
+
+    That pass runs on CPUs. On a GPU, where it would be slow, such weights are numbers.
+    """
+    return device.type == "cpu" and is_in_few_bits(folder, config)
 
 
 def load_teacher(
@@ -60,7 +70,7 @@ def load_teacher(
     check_rows(config.vocab_size, largest, f"teacher {name!r}")
     if longest > (room := context_of(config)):
         raise ValueError(f"teacher {name!r} has room for {room} tokens, a sample has {longest}: set max_length={room}")
-    if is_in_few_bits(folder, config):
+    if is_decoded_as_stored(folder, config, torch.device(device_of(runtime.device))):
         return PassTeacher(load_target(folder).lm, mask_id=mask_id, masks=masks)
-    model = load_model(folder, runtime)
+    model = load_numbers(folder, runtime)
     return Teacher(model, vocab_size=max(ours.values()) + 1, mask_id=mask_id, masks=masks)

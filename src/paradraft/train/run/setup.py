@@ -111,8 +111,9 @@ class Preparation:
         check_rows(config.vocab_size, int(read), f"target {target!r}")
         most = max(MOST_ROOM, recipe.max_length + 1) if self.source.decodes else MOST_ROOM
         dtype = STORED if checkpoint.is_quantized else "bfloat16" if computes_bf16(device) else "float32"
+        decodes_on = "cpu" if checkpoint.is_quantized else str(device)  # the passes of such weights run on CPUs
         runtime = Runtime(
-            device=str(device), dtype=dtype, capacity=min(context_of(config), self.trainee.max_tokens, most)
+            device=decodes_on, dtype=dtype, capacity=min(context_of(config), self.trainee.max_tokens, most)
         )
         loader = DrafterLoader(target, drafter=self.trainee.drafter, k=self.trainee.k, runtime=runtime)
         self.trainee.check_target(target, loader.target, loader.runtime)
