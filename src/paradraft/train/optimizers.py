@@ -94,6 +94,8 @@ class Muon(torch.optim.Optimizer):
         return matrix.grad.lerp(average, momentum)
 
 
+MOST_SKIPPED = 3
+"""Steps in a row without finite gradients that are skipped; after one more the run ends."""
 Schedule = Literal["constant", "linear", "cosine", "warmup_stable_decay"]
 STABLE = 0.8
 """Share of the steps after the warm-up in which `warmup_stable_decay` keeps the highest rate."""
@@ -148,6 +150,7 @@ class Optimizers:
         self.schedule = schedule
         self.max_grad_norm = max_grad_norm
         self._parameters = hidden + rest
+        self._skipped = 0
         self._clip: Callable[[list[torch.nn.Parameter], float], Tensor | None] = torch.nn.utils.clip_grad_norm_
         self._optimizers: list[tuple[torch.optim.Optimizer, float]] = []
         if muon_lr is None:
@@ -194,16 +197,21 @@ class Optimizers:
         Returns:
             The gradient norm before clipping; None if only DeepSpeed knows it.
 
+        A step whose norm is not finite is skipped: it updates nothing.
+
         Raises:
-            ValueError: the norm is not finite; nothing is updated.
+            ValueError: more than `MOST_SKIPPED` steps in a row are skipped.
         """
         norm = self._clip_gradients()
-        if norm is not None and not math.isfinite(norm):
+        is_skipped = norm is not None and not math.isfinite(norm)
+        self._skipped = self._skipped + 1 if is_skipped else 0
+        if self._skipped > MOST_SKIPPED:
             raise ValueError(f"the norm of the gradients became {norm} in step {step + 1}: lower lr or muon_lr")
         for optimizer, lr in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * self.factor(step)
-            optimizer.step()
+            if not is_skipped:
+                optimizer.step()
             optimizer.zero_grad()
         return norm
 

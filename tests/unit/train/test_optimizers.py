@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
-from paradraft.train.optimizers import Optimizers
+from paradraft.train.optimizers import MOST_SKIPPED, Optimizers
 from tests.conftest import tiny_model
 
 
@@ -141,10 +142,20 @@ def test_gradients_that_are_no_numbers_change_nothing() -> None:
     """Guards the checkpoint after a step that went wrong: its weights would be no numbers either, for ever."""
     model = tiny_model(0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
+    tested = optimizers(model)
+    for step in range(MOST_SKIPPED):
+        with_gradients(model, float("nan"))
+        assert math.isnan(tested.step(step))
+        assert all(map(torch.equal, model.parameters(), before)) and not tested.state_dict()[0]["state"]
+    with_gradients(model, 1.0)
+    tested.step(MOST_SKIPPED)
+    assert not any(map(torch.equal, model.parameters(), before))
+    for step in range(MOST_SKIPPED):
+        with_gradients(model, float("inf"))
+        tested.step(step)
     with_gradients(model, float("nan"))
     with pytest.raises(ValueError, match="the norm of the gradients became nan in step 4: lower lr"):
-        optimizers(model).step(3)
-    assert all(map(torch.equal, model.parameters(), before))
+        tested.step(3)
 
 
 def test_betas_are_adamws() -> None:

@@ -116,12 +116,14 @@ class Meter:
         right, labels = tuple(self._right.tolist()), tuple(self._labels.tolist())
         return Sums(losses=tuple(self._losses), norms=tuple(self._norms), right=right, labels=labels)
 
-    def add(self, loss: float, right_K: Tensor, labels_K: Tensor, rows: int, norm: float | None) -> None:
-        """Adds a step, with its gradient norm if known.
+    def add(self, loss: float, right_K: Tensor, labels_K: Tensor, rows: int, norm: float | None) -> bool:
+        """Adds a step, with its gradient norm if known, and returns True; False if its norm is not finite.
 
         Raises:
             ValueError: the loss is not finite.
         """
+        if norm is not None and not math.isfinite(norm):
+            return False
         if not math.isfinite(loss):
             raise ValueError(f"the loss became {loss}: lower lr or muon_lr")
         self._losses.append(loss)
@@ -129,6 +131,7 @@ class Meter:
         self._right += right_K.cpu()
         self._labels += labels_K.cpu()
         self._rows += rows
+        return True
 
     def progress(self, done: int) -> Progress:
         """Returns the report after `done` steps, and starts the next one."""

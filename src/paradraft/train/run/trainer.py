@@ -187,10 +187,12 @@ class Loop:
                 prefetched = None if self.source.is_due(step + 1) else executor.submit(self._batches_of, step + 1)
                 loss, right_K, labels_K, norm, stop_signal = self._step(step, batches)
                 rows = sum(batch.tokens.numel() for batch in batches) * self.accelerator.num_processes
-                self._meter.add(loss, right_K, labels_K, rows, norm)
                 done = step + 1
+                is_skipped = not self._meter.add(loss, right_K, labels_K, rows, norm)
+                if is_skipped and self.accelerator.is_main_process:
+                    self._announce(f"step {done} is skipped: its gradients are not finite")
                 self._expect(first_steps.add(rows, taken_s=time.perf_counter() - step_began_s))
-                if done % self.recipe.log_every == 0 or done == self.steps:
+                if not is_skipped and (done % self.recipe.log_every == 0 or done == self.steps):
                     self._tell(self._meter.progress(done))
                 evaluates = self._evaluates_after(done)
                 if stop_signal is not None and (done < self.steps or evaluates):
@@ -306,7 +308,7 @@ class Loop:
                 acceptance_length=length,
                 is_best=is_best,
                 by_position=by_position,
-            )
+            )  # fmt: skip
         )
         if self.accelerator.is_main_process and time.monotonic() - self._drawn_s > PICTURE_S:
             curves.draw(self.recipe.out)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,11 @@ from transformers import AutoModelForCausalLM
 from paradraft.data.dataset import load_samples
 from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
+from paradraft.train.drafters.pard import build
 from paradraft.train.drafters.pard_recipe import PardRecipe
+from paradraft.train.optimizers import Optimizers
 from paradraft.train.run import acceptance
-from paradraft.train.run.launch import is_trained
+from paradraft.train.run.launch import is_trained, train
 from paradraft.train.run.progress import Evaluation, Progress
 from paradraft.train.samples.dataset import BatchSampler
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
@@ -69,6 +72,28 @@ def test_a_resumed_run_ends_with_the_same_weights(family: Path, tmp_path: Path, 
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     start = load_file(family / "draft" / "model.safetensors")
     assert not any(torch.equal(ours[name], start[name].to(ours[name].dtype)) for name in ours), "everything has learnt"
+
+
+def test_steps_without_finite_gradients_are_skipped(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards a night's run against one bad step: it is said, counts in no report, and changes nothing."""
+    clip = Optimizers._clip_gradients
+    norms = iter([None, float("nan"), None, float("inf"), None])
+
+    def clipped(optimizers: Optimizers) -> float | None:
+        norm = clip(optimizers)
+        return norm if (wrong := next(norms)) is None else wrong
+
+    monkeypatch.setattr(Optimizers, "_clip_gradients", clipped)
+    reports: list[Progress] = []
+    said: list[str] = []
+    recipe = recipe_for(family, tmp_path)
+    train(recipe, build, reports.append, announce=said.append)  # type: ignore[arg-type]
+    assert [report.step for report in reports] == [1, 3, 5]
+    assert all(math.isfinite(report.loss) and math.isfinite(report.grad_norm or 0) for report in reports)
+    skipped = [line for line in said if "skipped" in line]
+    assert skipped == [f"step {step} is skipped: its gradients are not finite" for step in (2, 4)]
 
 
 def test_the_result_is_a_pard_drafter_and_an_ordinary_model(family: Path, tmp_path: Path) -> None:
