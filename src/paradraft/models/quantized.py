@@ -32,10 +32,10 @@ Parts = tuple[Tensor, Numbers, Numbers | None]
 
 @runtime_checkable
 class HasRows(Protocol):
-    """A source of weights that can return the parts of some outputs alone."""
+    """A source of weights that can return some outputs alone."""
 
-    def rows(self, outputs: Tensor) -> Parts:
-        """The parts of these outputs `[U]`."""
+    def rows(self, outputs: Tensor) -> Tensor:
+        """The weights `[U, K]` of these outputs `[U]`, as float32 numbers."""
 
 
 class QuantizedTensor(Tensor):
@@ -162,7 +162,7 @@ class QuantizedTensor(Tensor):
             return torch.empty(*tokens.shape, self.shape[1], dtype=self.dtype, device=self.device)
         outputs_U, inverse = tokens.unique(return_inverse=True)
         if self._parts is None and isinstance(self.source, HasRows):
-            return self._numbers(self.source.rows(outputs_U))[inverse]
+            return self.source.rows(outputs_U).to(self.dtype)[inverse]
         return self.of_outputs(outputs_U).dequantize()[inverse]
 
     def of_outputs(self, outputs_U: Tensor) -> QuantizedTensor:

@@ -131,12 +131,10 @@ class _StoredRows:
 
     def __call__(self) -> Parts:
         """All parts."""
-        return self._parts(None if self.order is None else self.order.tolist())
-
-    def rows(self, outputs: Tensor) -> Parts:
-        """See `HasRows`."""
-        return self._parts((outputs if self.order is None else self.order[outputs]).tolist())
-
-    def _parts(self, rows: list[int] | None) -> Parts:
-        blocks = self.blocks(rows)
+        blocks = self.blocks(None if self.order is None else self.order.tolist())
         return blocks.values, blocks.scales, blocks.offsets
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """See `HasRows`."""
+        rows = outputs if self.order is None else self.order[outputs]
+        return quantized(self.blocks(rows.tolist()), torch.float32).dequantize()

@@ -230,13 +230,12 @@ class DraftLayers:
         have_tokens = (self._tokens != ABSENT).any(1).tolist()
         return [length if has_tokens else 0 for length, has_tokens in zip(lengths, have_tokens, strict=True)]
 
-    def read(self, lengths: Sequence[int], masks: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
+    def read(self, lengths: Sequence[int], masks: Masks | None = None) -> Tensor:
         """Reads the pending tokens of the rows that draft, and masks after them; masks do not stay in the cache.
 
         Args:
             lengths: by row, the number of tokens to draft; not all 0.
-            masks: maps the states `[B, D]` from which the rows' last tokens were predicted, and k, to the inputs
-                `[B, k - 1, D]` of the masks; without masks only the first token is drafted.
+            masks: without them only the first token is drafted.
 
         Returns:
             `[B, k, D]` outputs for the last committed token and for each mask; undefined beyond a row's length.
@@ -245,20 +244,26 @@ class DraftLayers:
         is_wanted_B1 = upload(lengths, device)[:, None] > 0
         tokens_BN = self._tokens.masked_fill(~is_wanted_B1, ABSENT)
         counts = (tokens_BN != ABSENT).sum(1).tolist()
-        vectors_BND = self.joined(self.target.embed(tokens_BN), self._states)
+        embeddings_BND, states_BND = self.target.embed(tokens_BN), self._states
         ends_B1 = upload([[max(count - 1, 0)] for count in counts], device)
-        last_BD = gathered(self._states, ends_B1)[:, 0]
+        last_B1D = gathered(states_BND, ends_B1)
         if max(counts) + k > self.lm.width:
-            self.lm.prefill([[0] * count for count in counts], vectors=vectors_BND)
-            vectors_BND, counts = gathered(vectors_BND, ends_B1), [min(count, 1) for count in counts]
+            self.lm.prefill([[0] * count for count in counts], vectors=self.joined(embeddings_BND, states_BND))
+            embeddings_BND, states_BND = gathered(embeddings_BND, ends_B1), last_B1D
+            counts = [min(count, 1) for count in counts]
         if masks is not None and k > 1:
-            vectors_BND = followed_by(vectors_BND, counts, masks(last_BD, k))
+            both = zip((embeddings_BND, states_BND), masks(last_B1D, k), strict=True)
+            embeddings_BND, states_BND = (followed_by(ahead, counts, of_masks) for ahead, of_masks in both)
+        vectors_BND = self.joined(embeddings_BND, states_BND)
         widths = [count + min(length, k) - 1 if count else 0 for count, length in zip(counts, lengths, strict=True)]
         present = [[0] * width + [ABSENT] * (max(widths) - width) for width in widths]
         read_BND = self.look(upload(present, device), None, vectors_BND[:, : max(widths)])
         self.lm.cache.advance(counts)
-        self._tokens = self._tokens.masked_fill(is_wanted_B1, ABSENT)
-        self._tidy()
+        if min(lengths):
+            self._tokens, self._states = self._tokens[:, :0], self._states[:, :0]
+        else:
+            self._tokens = self._tokens.masked_fill(is_wanted_B1, ABSENT)
+            self._tidy()
         rows = [[min(max(count - 1, 0) + i, max(widths) - 1) for i in range(k)] for count in counts]
         return gathered(read_BND, upload(rows, device))
 
@@ -319,9 +324,9 @@ class Masks:
         self.max_k = count + 1 if head.setting("distinct_masks", bool) else None
         """None if one mask serves all positions, also those beyond the training."""
 
-    def __call__(self, states_BD: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, states_B1D: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Embeddings and states `[B, k - 1, D]` of the masks, from the states before each row's last token, if any."""
-        which = torch.arange(k - 1, device=states_BD.device).clamp(max=len(self._embeddings_KD) - 1)
-        masks_BKD = self._embeddings_KD[which].expand(len(states_BD), -1, -1)
-        states = states_BD[:, None] if self._state_D is None else self._state_D.to(states_BD.dtype)
-        return masks_BKD, states.expand(len(states_BD), k - 1, -1)
+        which = torch.arange(k - 1, device=states_B1D.device).clamp(max=len(self._embeddings_KD) - 1)
+        masks_BKD = self._embeddings_KD[which].expand(len(states_B1D), -1, -1)
+        states = states_B1D if self._state_D is None else self._state_D.to(states_B1D.dtype)
+        return masks_BKD, states.expand(len(states_B1D), k - 1, -1)

@@ -144,9 +144,9 @@ class PackedRows:
         """All parts."""
         return self.panels.unpacked(self.first, self.count)
 
-    def rows(self, outputs: Tensor) -> Parts:
-        """The parts of these outputs `[U]` of the weight."""
-        return joined([self.panels.unpacked(self.first + output, 1) for output in outputs.tolist()])
+    def rows(self, outputs: Tensor) -> Tensor:
+        """See `HasRows`."""
+        return torch.cat([self.panels.numbers_of(self.first + output, 1) for output in outputs.tolist()])
 
 
 class PackedMatrix:
