@@ -8,8 +8,8 @@ The questions are those of CodeAlpaca, the first 1,000 of GSM8K's training quest
 `--apart`, on which drafters are measured, are left out. Each is answered greedily and at temperature 0.8. The same
 command goes on where it was stopped. Nothing of `questions/chat-test.jsonl` is answered: drafters are measured on it.
 
-`answers` has the results of two models. All but SmolLM2's greedy answers are of the files' weights as bfloat16 numbers on
-a GPU, which differ in some tokens from what the passes on CPUs decode.
+`answers` has the results of two models. All but SmolLM2's greedy answers are of the files' weights as bfloat16 numbers
+on a GPU, which differ in some tokens from what the passes on CPUs decode.
 """
 
 from __future__ import annotations
