@@ -19,6 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from paradraft.cli.commands import train
 from paradraft.data.mix import Source
+from paradraft.sources import recorded
+from paradraft.sources.recorded import remember_drafter
 from paradraft.train.drafters.pard_recipe import ORDINARY_K, PardRecipe
 from paradraft.train.init.adaptation import Lora
 from paradraft.train.run.progress import Evaluation, Progress
@@ -147,6 +149,31 @@ def test_a_run_says_what_it_will_do_and_what_to_do_next(
     config = json.loads(serve[-1])
     assert (config["model"], config["num_speculative_tokens"], config["parallel_drafting"]) == (str(out), 3, True)
     assert paradraft(*asked).out.splitlines()[-4:] == lines[-4:]
+
+
+def test_the_target_drafts_with_what_was_trained(
+    family: Path, paradraft: Paradraft, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards the way from one file to faster answers: after a training no drafter has to be named."""
+    (cache := tmp_path / "cache").mkdir(mode=0o700)
+    monkeypatch.setattr(recorded, "cache_folder", lambda: cache)
+    monkeypatch.setattr(recorded, "remember_drafter", remember_drafter)
+    out, target = tmp_path / "drafter", family / "target"
+    trained = paradraft("train", "pard", recipe, f"out={out}", f"target={target}", "held_out=1")
+    assert trained.code == 0, trained.err
+    last = trained.out.splitlines()[-1]
+    assert last == f"paradraft chat --target {target} drafts with it from now on, without --drafter"
+    asked = ["generate", "--target", target, "--prompt", "abcabc", "--max-new-tokens", 12, "--dtype", "float32"]
+    plain, drafted = paradraft(*asked, "--drafter", "none"), paradraft(*asked)
+    assert drafted.out == plain.out and f"drafter suffix+pard: it drafts with {out}, the last" in drafted.err
+    prompts = prompts_of(tmp_path)
+    measured = paradraft("drafters", target, "--max-new-tokens", 4, "--no-compile", "--num-prompts", 1, *prompts)
+    assert measured.code == 0, measured.err
+    assert f"suffix+pard:k=8:draft={out}" in json.loads(measured.out.splitlines()[-1])
+    timed = paradraft("bench", "--target", target, "--methods", "ar,auto:k=2", "--runs", 1, "--max-new-tokens", 4,
+                      "--no-compile", "--num-prompts", 1, *prompts)  # fmt: skip
+    assert timed.code == 0, timed.err
+    assert f"suffix+pard:k=2:draft={out}:lengths=expected" in json.loads(timed.out.splitlines()[-1])
 
 
 def test_a_run_says_early_what_it_will_take(paradraft: Paradraft, recipe: Path, family: Path, tmp_path: Path) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from paradraft.models.forward.cpu.build import cache_folder
 from paradraft.train.drafters.pard_recipe import PardRecipe
 from tests.support.training import train_pard
 
@@ -43,9 +46,15 @@ FSDP = {
 
 
 def launch(*command: str, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | settings
     starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    return subprocess.run([*starter, *command], env=environment, capture_output=True, text=True, timeout=280)
+    with tempfile.TemporaryDirectory() as cache:
+        # Other tests have the same target, and would draft with what is trained here. Kernels need not be built again.
+        (own := Path(cache) / "paradraft").mkdir(mode=0o700)
+        if (kept := cache_folder()) is not None:
+            for kernels in kept.glob("*.so"):
+                shutil.copy2(kernels, own)
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache} | settings
+        return subprocess.run([*starter, *command], env=environment, capture_output=True, text=True, timeout=280)
 
 
 WITHOUT_A_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="this is about machines without a GPU")

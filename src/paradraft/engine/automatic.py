@@ -10,12 +10,13 @@ import torch
 from paradraft.drafters import PLUS
 from paradraft.engine.speculation import AUTO, Speculation
 from paradraft.formats.gguf import is_gguf
-from paradraft.formats.head import is_head, kind_of
+from paradraft.formats.head import is_head, kind_of, trained_k
 from paradraft.formats.likely_table import read_table
 from paradraft.formats.pard import declared_mask_id
 from paradraft.models.names import POCKET, is_shape
 from paradraft.sources.loading import config_of, locate
-from paradraft.sources.recorded import bytes_on_disk, recorded_for, table_file
+from paradraft.sources.recorded import bytes_on_disk, drafter_for, recorded_for, table_file
+from paradraft.verify import rule_class
 
 FROM_TEXT = "suffix"
 """The drafter that needs nothing beside the target, and costs hardly anything where it drafts nothing."""
@@ -35,7 +36,8 @@ SHIPPED = "pard"
 def automatic(target: str, speculation: Speculation, *, has_grammars: bool = False) -> Speculation:
     """Replaces the drafter "auto" and sets the reason.
 
-    A draft model that the user named is used as what it is, and a shipped one before a drafter without a model.
+    A draft model that the user named is used as what it is, one that is shipped or was trained for the target before a
+    drafter without a model.
 
     Args:
         has_grammars: whether requests may have grammars.
@@ -44,17 +46,30 @@ def automatic(target: str, speculation: Speculation, *, has_grammars: bool = Fal
         ValueError: there is no such draft model.
     """
     assert speculation.drafter == AUTO
-    draft = speculation.draft
+    draft, k = speculation.draft, speculation.k
     if draft is not None:
         drafter, why = drafter_of(draft), f"drafts with {draft}"
     elif target == POCKET:
         drafter, why = SHIPPED, "is shipped with the pocket family"
+    elif (draft := drafter_for(target)) is not None:
+        drafter, why = drafter_of(draft), f"drafts with {draft}, the last one trained for this model"
+        if rule_class(speculation.verify).draws == "noise" and speculation.tree is None:  # what unions can
+            drafter = f"{FROM_TEXT}{PLUS}{drafter}"
+            drafter = f"{FORCED}{PLUS}{drafter}" if has_grammars else drafter
     else:
         drafter, table = without_model(target)
         drafter = f"{FORCED}{PLUS}{drafter}" if has_grammars else drafter
         uses = ", uses the table recorded for this one" if table is not None else ""
         why = f"needs no draft model{uses}, and drafts where that pays"
-    return replace(speculation, drafter=drafter, reason=f"drafter {drafter}: it {why}")
+    if draft is not None and _is_head(folder := locate(draft, SHIPPED)):
+        k = min(k, trained_k(folder) or k)
+    return replace(speculation, drafter=drafter, draft=draft, k=k, reason=f"drafter {drafter}: it {why}")
+
+
+def as_method(target: str, draft: str | None) -> str:
+    """The method of a benchmark that "auto" is, for a target and the draft model that the user named, if any."""
+    chosen = automatic(target, Speculation(drafter=AUTO, draft=draft))
+    return chosen.drafter if chosen.draft == draft else f"{chosen.drafter}:k={chosen.k}:draft={chosen.draft}"
 
 
 def without_model(target: str) -> tuple[str, str | None]:
@@ -87,9 +102,13 @@ def drafter_of(draft: str) -> str:
     folder = locate(draft, SHIPPED)
     if is_shape(folder):
         return "autoregressive"
-    if not is_gguf(folder) and is_head(folder):
+    if _is_head(folder):
         return kind_of(folder)
     return "autoregressive" if declared_mask_id(config_of(folder)) is None else "pard"
+
+
+def _is_head(folder: str) -> bool:
+    return not is_shape(folder) and not is_gguf(folder) and is_head(folder)
 
 
 def where_lengths_adapt(speculation: Speculation, *, is_exact: bool) -> Speculation:

@@ -147,6 +147,13 @@ def kind_of(name: str) -> str:
         return str(_read_config(name, None)[0].get("model_type"))
 
 
+def trained_k(name: str) -> int | None:
+    """K of a checkpoint's training, if its config has it; raises ValueError as `read_checkpoint`."""
+    with _reading(name, None):
+        k = _read_config(name, None)[0].get("k")
+    return k if type(k) is int and k > 0 else None
+
+
 def _read_config(name: str, kind: str | None) -> tuple[dict[str, Any], TargetIdentity]:
     config: dict[str, Any] = json.loads(file_of(name, CONFIG).read_bytes())
     if not isinstance(config, dict) or not isinstance(identity := config.pop(TARGET, None), dict | None):

@@ -1,4 +1,5 @@
-"""The tables that `paradraft record` keeps in the user's cache, by a digest of the model."""
+"""What the user's cache has for a model, by a digest of it: the table of `paradraft record`, and the place of the last
+drafter that was trained for it."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 
 from paradraft.digests import target_digest
-from paradraft.models.forward.cpu.build import cache_folder, is_private
+from paradraft.files import write_output
+from paradraft.models.forward.cpu.build import cache_folder, is_made, is_private
 from paradraft.models.names import is_shape
 from paradraft.sources.loading import locate
 
 DIGITS = 16
 """Length of the digest that names a table."""
+DRAFTER_FILE = "config.json"
+"""In the folder of every trained drafter."""
 
 
 def path_of(target: str) -> Path | None:
@@ -58,3 +62,38 @@ def recorded_for(target: str) -> str | None:
     if folder is None or not any(folder.glob("recorded-*")) or (name := table_name(target)) is None:
         return None
     return name if is_private(table_file(name)) else None
+
+
+def remember_drafter(target: str, drafter: Path) -> bool:
+    """Keeps a trained drafter's folder as that of a model, and forgets folders that no longer exist.
+
+    Returns:
+        Whether it is kept: not for a model without a path, see `path_of`, and not without a private cache.
+
+    Raises:
+        ValueError: there is no such model.
+        OSError: the cache cannot be written.
+    """
+    folder, name = cache_folder(), table_name(target)
+    if folder is None or name is None or not is_made(folder, "places of trained drafters are"):
+        return False
+    for file in folder.glob("drafter-*"):
+        if not _drafter_in(file):
+            file.unlink(missing_ok=True)
+    write_output(folder / f"drafter-{name}", str(drafter.resolve()).encode())
+    return True
+
+
+def drafter_for(target: str) -> str | None:
+    """The folder of the last drafter that was trained for a model; None without one, as in `recorded_for`."""
+    folder = cache_folder()
+    if folder is None or not any(folder.glob("drafter-*")) or (name := table_name(target)) is None:
+        return None
+    return _drafter_in(folder / f"drafter-{name}")
+
+
+def _drafter_in(file: Path) -> str | None:
+    if not is_private(file):
+        return None
+    folder = Path(file.read_text(encoding="utf-8"))
+    return str(folder) if (folder / DRAFTER_FILE).is_file() else None

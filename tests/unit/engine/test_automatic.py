@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from paradraft.formats.likely_table import LikelyCounts
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import GREEDY
 from paradraft.sources.loading import pocket_folder
-from paradraft.sources.recorded import table_file, table_name
+from paradraft.sources.recorded import remember_drafter, table_file, table_name
 from paradraft.tree import Tree
 
 AUTO = Speculation(drafter="auto")
@@ -93,6 +95,43 @@ def test_a_recorded_table_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert automatic(str(first), AUTO).drafter == "suffix"
     file.chmod(0o666)
     assert automatic(str(first), AUTO).drafter == "suffix", "others may have written it"
+
+
+def test_a_trained_drafter_is_used(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the user who has trained one: it drafts as what it is, no deeper than it was trained, beside what drafts
+    from the text, for its target alone, and as long as it is there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    target, other, mine = str(family / "target"), str(family / "draft"), tmp_path / "mine"
+    shutil.copytree(pocket_folder("eagle_parallel"), mine)
+    k = json.loads((mine / "config.json").read_text())["k"]
+    assert automatic(target, AUTO).drafter == "suffix"
+    assert remember_drafter(target, mine)
+    chosen = automatic(target, Speculation(drafter="auto", k=k + 3))
+    assert (chosen.drafter, chosen.draft, chosen.k) == ("suffix+eagle_parallel", str(mine), k)
+    assert "trained for this model" in str(chosen.reason)
+    assert automatic(target, Speculation(drafter="auto", k=2)).k == 2
+    assert automatic(target, AUTO, has_grammars=True).drafter == "forced+suffix+eagle_parallel"
+    assert automatic(target, Speculation(drafter="auto", verify="rejection")).drafter == "eagle_parallel"
+    assert automatic(target, Speculation(drafter="auto", draft=str(family / "pard"))).drafter == "pard"
+    assert automatic(other, AUTO) == Speculation(drafter="suffix")
+    (place,) = (tmp_path / "cache" / "paradraft").glob("drafter-*")
+    place.chmod(0o666)
+    assert automatic(target, AUTO).drafter == "suffix", "others may have written it"
+    place.chmod(0o600)
+    shutil.rmtree(mine)
+    assert automatic(target, AUTO) == Speculation(drafter="suffix")
+    assert remember_drafter(other, family / "pard") and not place.exists(), "what is gone is forgotten"
+    assert automatic(other, AUTO).drafter == "suffix+pard"
+    assert not remember_drafter("shape:llama-3.2-1b", family / "pard")
+
+
+def test_a_drafter_that_is_named_drafts_no_deeper_than_it_can(tmp_path: Path) -> None:
+    """Guards `--draft FOLDER` alone: the default of K is more than some trainings have."""
+    mine = tmp_path / "mine"
+    shutil.copytree(pocket_folder("eagle_parallel"), mine)
+    config = json.loads((mine / "config.json").read_text())
+    (mine / "config.json").write_text(json.dumps(config | {"k": 3}), encoding="utf-8")
+    assert automatic("pocket", Speculation(drafter="auto", draft=str(mine))).k == 3
 
 
 def test_a_shape_drafts_from_the_text() -> None:

@@ -131,13 +131,14 @@ class BenchArgs:
         if name != AUTO:
             return spec
         with importing():
-            from paradraft.engine.automatic import automatic
+            from paradraft.engine.automatic import as_method
 
-        named = next((each for each in settings if each.startswith("draft=")), None)
-        draft = self.speculation.draft if named is None else named.removeprefix("draft=")
-        chosen = automatic(self.target, Speculation(drafter=AUTO, draft=draft))
-        has_lengths = any(each.startswith("lengths=") for each in settings)
-        return ":".join([chosen.drafter, *settings, *["lengths=expected"] * (not has_lengths)])
+        draft = next((each for each in settings if each.startswith("draft=")), None)
+        draft = self.speculation.draft if draft is None else draft.removeprefix("draft=")
+        drafter, *own = as_method(self.target, draft).split(":")
+        named = {each.partition("=")[0] for each in settings}
+        own = [each for each in [*own, "lengths=expected"] if each.partition("=")[0] not in named]
+        return ":".join([drafter, *settings, *own])
 
 
 @with_options

@@ -16,8 +16,8 @@ from paradraft.cli.json_output import JsonOutput, json_option
 from paradraft.cli.options import Offer, option, with_options
 from paradraft.cli.terminal import console, news
 from paradraft.cli.values import use_threads
-from paradraft.drafters import drafter_names, takes_draft, traits_of
-from paradraft.engine.speculation import AUTO, Speculation
+from paradraft.drafters import drafter_names, part_names, takes_draft, traits_of
+from paradraft.engine.speculation import Speculation
 from paradraft.files import check_outputs
 from paradraft.models.names import is_shape, short_name
 from paradraft.models.runtime import Runtime
@@ -96,19 +96,20 @@ def drafters(*, args: DraftersArgs) -> None:
 def measured_methods(target: str, speculation: Speculation) -> list[str]:
     """Plain decoding, what "auto" takes, and the drafters that need nothing beside the target, with its table if it has
     one."""
-    from paradraft.engine.automatic import automatic, both
+    from paradraft.engine.automatic import as_method, both
     from paradraft.sources.recorded import recorded_for
 
     free = [name for name in drafter_names() if traits_of(name).estimates and not traits_of(name).needs_grammar]
-    chosen = [automatic(target, Speculation(drafter=AUTO, draft=draft)).drafter for draft in (speculation.draft, None)]
+    chosen = [as_method(target, draft) for draft in (speculation.draft, None)]
     return list(dict.fromkeys(["ar", *chosen, *free, both(recorded_for(target))]))
 
 
 def not_measured(methods: Collection[str]) -> dict[str, list[str]]:
     """The other drafters, by what has to be there before they draft for a model."""
     others = defaultdict[str, list[str]](list)
+    measured = {name for method in methods for name in part_names(method)}
     for name in drafter_names():
-        if name != NONE and name not in methods:
+        if name != NONE and name not in measured:
             others[needs_of(name)].append(name)
     return dict(others)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -169,10 +170,12 @@ def train(
     """
     with importing():
         module = trainee_module(name)
+        from paradraft.sources.recorded import remember_drafter
         from paradraft.train.init.templates import write_template
         from paradraft.train.recipe_file import load_recipe, settings_of
         from paradraft.train.run.model_card import next_steps
         from paradraft.train.run.processes import StoppedError
+        from paradraft.train.run.provenance import read_record
 
     if settings:
         for key, field in settings_of(recipe_class(module)).items():
@@ -198,3 +201,7 @@ def train(
         placeholder = "" if loaded.measured_with else ", with the model whose text it is to guess as TARGET"
         lines = next_steps(name, loaded, loaded.out, str(loaded.out))
         print("\n".join(["", f"try it, measure it, serve it{placeholder}:", *lines]))
+        target, best = loaded.measured_with, read_record(loaded.out).get("best")
+        is_measured = best is not None and best["acceptance_length"] is not None
+        if is_measured and target not in (None, POCKET) and remember_drafter(target, loaded.out):
+            print(f"paradraft chat --target {shlex.quote(target)} drafts with it from now on, without --drafter")
