@@ -300,16 +300,10 @@ class Loop:
         if self.accelerator.is_main_process:
             self.checkpoints.keep_drafters(self._standing.best)
         self.accelerator.wait_for_everyone()
-        self._tell(
-            Evaluation(
-                step=done,
-                loss=loss,
-                accuracy=accuracy,
-                acceptance_length=length,
-                is_best=is_best,
-                by_position=by_position,
-            )  # fmt: skip
-        )
+        report = Evaluation(
+            step=done, loss=loss, accuracy=accuracy, acceptance_length=length, is_best=is_best, by_position=by_position
+        )  # fmt: skip
+        self._tell(report)
         if self.accelerator.is_main_process and time.monotonic() - self._drawn_s > PICTURE_S:
             curves.draw(self.recipe.out)
             self._drawn_s = time.monotonic()
