@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,6 +67,28 @@ def test_answers_here_are_training_data(family: Path, paradraft: Paradraft, prom
     other = out.with_name("other.jsonl")
     paradraft(*here(family, prompts, other), "--samples", 2, "--batch-size", 1)
     assert sorted(map(str, read_lines(out))) == sorted(map(str, read_lines(other)))
+
+
+def test_a_target_asks_itself(family: Path, paradraft: Paradraft, prompts: Path, tmp_path: Path) -> None:
+    """Guards training data from one model and nothing else: its questions are kept, and more can be asked for."""
+    target, out, questions = tmp_path / "target", tmp_path / "mine.jsonl", tmp_path / "mine.questions.jsonl"
+    shutil.copytree(family / "target", target)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}A{{ m.content }}B{% endfor %}"
+    tokenizer.save_pretrained(target)
+    asked = ["regenerate", "--target", target, "--out", out, "--max-new-tokens", 6, *EXACT]
+    first = paradraft(*asked, "--own-questions", 2)
+    assert first.code == 0 and first.out == f"2 of 2 answers are in {out}, 2 of them new\n", first.err
+    assert "2/2 questions" in first.err and len(read_lines(questions)) == 2
+    more = paradraft(*asked, "--own-questions", 3)
+    assert more.out == f"3 of 3 answers are in {out}, 1 of them new\n", more.err
+    learnt = sorted(answer["messages"][0]["content"] for answer in read_lines(out))
+    assert learnt == sorted(question["messages"][0]["content"] for question in read_lines(questions))
+    assert len(load_samples([out], tokenizer, max_length=99)) == 3
+    assert_mistake(paradraft(*asked, "--own-questions", 3, "--prompts", prompts), "give either --prompts (a file")
+    assert_mistake(paradraft(*asked), "give either --prompts (a file of questions) or --own-questions")
+    there = ["regenerate", "--endpoint", "http://localhost:1/v1", "--out", out, "--own-questions", 3]
+    assert_mistake(paradraft(*there), "--own-questions 3 needs --target")
 
 
 def test_answers_of_an_endpoint(

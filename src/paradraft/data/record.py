@@ -7,9 +7,8 @@ tokens after every token.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 
 import torch
 
@@ -18,16 +17,11 @@ from paradraft.engine.engine import Engine
 from paradraft.formats.likely_table import LikelyCounts, LikelyTable
 from paradraft.models.target import Target
 from paradraft.sampling_params import Sampling
-from paradraft.text.chat_template import template_of
 
 WIDTH = 8
 """Likeliest tokens that are kept."""
 EVERY_S = 60.0
 """Seconds after which the table is written again."""
-QUESTION = 80
-"""Most tokens of a question that the model asks itself."""
-MARK = "\u2063paradraft\u2063"
-"""A message that no template knows."""
 
 
 def read_text(target: Target, tokens: Sequence[int], counts: LikelyCounts, *, first: int = 0) -> None:
@@ -50,27 +44,6 @@ def read_text(target: Target, tokens: Sequence[int], counts: LikelyCounts, *, fi
         for pair, ids, logits in out.likeliest.places(0, tokens[at - 2], tokens[at - 1]):
             counts.add(pair, ids, logits)
         at += len(new)
-
-
-def own_questions(engine: Engine, first: int) -> Iterator[list[int]]:
-    """Prompts that a chat model asks itself: what it writes where its template has a user's message, in that template.
-
-    Xu et al. 2024, "Magpie", arXiv 2406.08464. Number `first`, `first` + 1, …; a number is always the same question.
-
-    Raises:
-        ValueError: the model has no chat template, or one that changes messages.
-    """
-    tokenizer = engine.target.tokenizer
-    if not tokenizer.chat_template:
-        raise ValueError("the model has no chat template, so it cannot ask itself: name --prompts")
-    before, mark, _ = template_of(tokenizer).text([{"role": "user", "content": MARK}], ask=False).partition(MARK)
-    if not mark:
-        raise ValueError("the model's chat template changes messages, so it cannot ask itself: name --prompts")
-    beginning = list(tokenizer(before, add_special_tokens=False)["input_ids"])
-    for number in count(first):
-        sampling = Sampling(temperature=1.0, top_p=0.95, seed=number)
-        text = engine.generate(beginning, max_new_tokens=QUESTION, sampling=sampling).text.strip()
-        yield engine.chat_tokens([{"role": "user", "content": text or "Hello."}])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -155,10 +155,10 @@ class Optimizers:
         self._optimizers: list[tuple[torch.optim.Optimizer, float]] = []
         if muon_lr is None:
             groups: list[dict[str, Any]] = [{"params": hidden, "weight_decay": weight_decay}, {"params": rest}]
-            self._add(torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=0.0), lr)
+            self._add(torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=0.0, fused=True), lr)
         else:
             self._add(Muon(hidden, lr=muon_lr, weight_decay=weight_decay), muon_lr)
-            self._add(torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=0.0), lr)
+            self._add(torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=0.0, fused=True), lr)
 
     def _add(self, optimizer: torch.optim.Optimizer, lr: float) -> None:
         self._optimizers.append((optimizer, lr))

@@ -14,7 +14,7 @@ import torch
 
 from paradraft import load
 from paradraft.core import Request
-from paradraft.data.record import RecordProgress, own_questions, read_text, record
+from paradraft.data.record import RecordProgress, read_text, record
 from paradraft.drafters.recycle import Config, KnownPlaces
 from paradraft.engine.engine import Engine
 from paradraft.formats.likely_table import LikelyCounts, LikelyTable, read_table
@@ -173,19 +173,6 @@ def test_a_run_goes_on_where_one_was_stopped(plain: Engine) -> None:
     assert both.facts == whole.facts == {"target": "t", "answers": "3", "tokens": "36"}
     assert both.keys.tolist() == whole.keys.tolist() and len(whole.keys) > 20
     assert both.shares.sum(1).tolist() == pytest.approx(whole.shares.sum(1).tolist(), rel=0.02)
-
-
-def test_a_model_asks_itself(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards own questions: each number is another one, always the same; and templates that cannot be asked so."""
-    tokenizer = plain.target.tokenizer
-    with pytest.raises(ValueError, match="no chat template, so it cannot ask itself: name --prompts"):
-        next(own_questions(plain, 0))
-    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}<{{ m.content }}>{% endfor %}")
-    first = list(itertools.islice(own_questions(plain, 0), 3))
-    assert len({str(each) for each in first}) == 3 and list(itertools.islice(own_questions(plain, 1), 2)) == first[1:]
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content | upper }}")
-    with pytest.raises(ValueError, match=r"changes messages.*name --prompts"):
-        next(own_questions(plain, 0))
 
 
 def test_the_row_comes_before_the_table() -> None:

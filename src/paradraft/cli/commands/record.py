@@ -113,11 +113,11 @@ def _place(args: RecordArgs) -> tuple[str, Path]:
 
 def _prompts(args: RecordArgs, engine: Engine, first: int) -> Iterator[list[int]]:
     """Prompts from number `first` on: those of the file, again and again with other seeds, or the model's own."""
+    from paradraft.data.own_questions import own_questions
     from paradraft.data.prompts import read_prompts, texts_of
-    from paradraft.data.record import own_questions
 
     if args.prompts is None:
-        yield from own_questions(engine, first)
+        yield from (engine.chat_tokens([{"role": "user", "content": text}]) for text in own_questions(engine, first))
         return
     texts = texts_of(read_prompts(args.prompts), lambda: engine.target.tokenizer)
     number = first

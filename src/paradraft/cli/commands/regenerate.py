@@ -20,7 +20,7 @@ from paradraft.cli.ignored import of_drafting, refuse, warn_ignored, without_cha
 from paradraft.cli.importing import importing
 from paradraft.cli.options import OPTIONS, Offer, option, with_options
 from paradraft.cli.sections import SERVERS
-from paradraft.cli.terminal import console
+from paradraft.cli.terminal import console, news
 from paradraft.cli.values import key_in, variables_of
 from paradraft.engine.speculation import Speculation
 from paradraft.files import check_outputs
@@ -79,12 +79,22 @@ class RegenerateArgs:
     """Options of `paradraft regenerate`."""
 
     prompts: Annotated[
-        Path,
+        Path | None,
         option(
             'JSONL, JSON or Parquet file or Hugging Face dataset (name, name:split) of {"prompt": …}, '
-            '{"messages": […]}, {"conversations": […]}, {"conversation": […]} or {"user": …}; further keys are kept.'
+            '{"messages": […]}, {"conversations": […]}, {"conversation": […]} or {"user": …}; further keys are kept.',
+            show_default=False,
         ),
-    ]
+    ] = None
+    own_questions: Annotated[
+        int | None,
+        option(
+            "Instead of --prompts, with --target: the model asks itself this many questions, which are kept beside "
+            "--out.",
+            least=1,
+            show_default=False,
+        ),
+    ] = None
     out: Annotated[Path, option("JSONL file of answers, as paradraft train reads them; it is added to.")]
     columns: Annotated[
         str | None,
@@ -166,6 +176,10 @@ def regenerate(context: typer.Context, *, args: RegenerateArgs) -> None:
         from paradraft.data.regenerate import regenerate
         from paradraft.sources.records import check_columns, read_object
 
+    if (args.prompts is None) == (args.own_questions is None):
+        raise ValueError("give either --prompts (a file of questions) or --own-questions (how many it asks itself)")
+    if args.own_questions is not None and args.target is None:
+        raise ValueError(f"--own-questions {args.own_questions} needs --target: a server asks no questions")
     if (args.target is None) == (args.endpoint is None):
         raise ValueError("give either --target (a model to run here) or --endpoint (a server's address)")
     others, source = (THERE, "--target") if args.endpoint is None else (HERE, "--endpoint")
@@ -176,8 +190,10 @@ def regenerate(context: typer.Context, *, args: RegenerateArgs) -> None:
     check_outputs(out)
     names = read_object(args.columns or "{}", "--columns", '{"user": "instruction"}')
     check_columns(names)
-    questions = read_questions(args.prompts, samples, names)
+    questions = [] if args.prompts is None else read_questions(args.prompts, samples, names)
     answerer = args.answerer(variables_of(args.chat_template_kwargs))
+    if args.prompts is None:
+        questions = read_questions(_asked_itself(args, answerer), samples, names)
     asks_plainly = all("prompt" in question.record for question in questions)
     warn_ignored(
         context,
@@ -193,6 +209,18 @@ def regenerate(context: typer.Context, *, args: RegenerateArgs) -> None:
         errors.print(f"stopped; {out} keeps what was written, and the same command goes on from there", soft_wrap=True)
         raise
     _summarize(progress, out, errors)
+
+
+def _asked_itself(args: RegenerateArgs, answerer: Answerer) -> Path:
+    """The file of the questions that the target asks itself; those of an interrupted run are kept."""
+    from paradraft.data.local import InProcess
+    from paradraft.data.own_questions import write_own_questions
+
+    assert isinstance(answerer, InProcess) and args.own_questions is not None
+    file = args.out.with_name(f"{args.out.stem}.questions.jsonl")
+    with news(console(stderr=True), "asking") as report:
+        write_own_questions(answerer.engine, file, args.own_questions, batch_size=args.batch_size, report=report)
+    return file
 
 
 def _summarize(progress: RegenerationProgress, out: Path, console: Console) -> None:

@@ -44,6 +44,13 @@ CURVES = (
         points=((0, 1.98), (138_789, 2.23), (277_710, 2.39)),
         file="benchmarks/readme-training_epyc-avx512-2cores_2026-11-24.jsonl",
     ),
+    Curve(
+        drafter="eagle_parallel",
+        family="SmolLM2 135M Q4_1 (6,794 answers, K = 6, 12,288 ids)",
+        is_real=True,
+        points=((0, 1.03), (6_600_000, 1.63), (21_200_000, 2.05), (30_300_000, 2.19)),
+        file="benchmarks/training-smollm2-eagle_parallel_h200_2026-11-27.jsonl",
+    ),
 )
 """Recorded runs, one per family."""
 

@@ -7,6 +7,7 @@ take the same steps as a single one.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
@@ -292,6 +293,7 @@ class Loop:
             raise ValueError(f"the held-out loss became {loss}: lower lr or muon_lr")
         self._save_drafter(done)
         decoded = None if self.acceptance is None else self.acceptance.of(self.checkpoints.drafter(done))
+        gc.collect()  # models refer to themselves, and the copies that were saved and measured take gigabytes
         (decoded,) = broadcast_object_list([decoded])  # only the main process measures it
         length, by_position = (None, ()) if decoded is None else (decoded.length, decoded.by_position)
         score = Score(step=done, acceptance_length=length, held_out_loss=loss, by_position=by_position)
