@@ -126,4 +126,4 @@ def quick_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 def no_known_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps the places of drafters that tests train out of the user's cache: all tests have the same tiny target, so
     another test would draft with them."""
-    monkeypatch.setattr("paradraft.sources.recorded.remember_drafter", lambda target, drafter: False)
+    monkeypatch.setattr("paradraft.sources.recorded.remember_drafter", lambda *trained: False)

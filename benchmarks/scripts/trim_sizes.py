@@ -40,10 +40,10 @@ def trimmed(args: argparse.Namespace, folder: Path) -> dict[int, VocabMap]:
     return maps
 
 
-def coverages(args: argparse.Namespace, work: Workload, maps: dict[int, VocabMap]) -> dict[int, float]:
+def coverages(args: argparse.Namespace, texts: list[str], maps: dict[int, VocabMap]) -> dict[int, float]:
     """The share of the answers' tokens that have a row, by size."""
     engine = load(args.target, drafter="none")
-    answers = engine.generate(work.prompts, max_new_tokens=args.tokens)
+    answers = engine.generate(texts, max_new_tokens=args.tokens)
     tokens = torch.tensor([token for answer in answers for token in answer.tokens])
     return {size: (rows.rows_of(tokens) >= 0).float().mean().item() for size, rows in maps.items()}
 
@@ -64,7 +64,7 @@ def measured(args: argparse.Namespace, file: Path, folder: Path, maps: dict[int,
     console = Console(highlight=False)
     (found,) = run_benchmark(benchmark, [work], console.print)
     console.print(table(found["methods"], file.name))
-    covered = coverages(args, work, maps)
+    covered = coverages(args, texts, maps)
     rows = {"all": (whole, 1.0)} | {str(size): (name, covered[size]) for size, name in names.items()}
     sizes = {}
     for size, (name, share) in rows.items():

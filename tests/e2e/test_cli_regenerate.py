@@ -87,6 +87,10 @@ def test_a_target_asks_itself(family: Path, paradraft: Paradraft, prompts: Path,
     assert len(load_samples([out], tokenizer, max_length=99)) == 3
     assert_mistake(paradraft(*asked, "--own-questions", 3, "--prompts", prompts), "give either --prompts (a file")
     assert_mistake(paradraft(*asked), "give either --prompts (a file of questions) or --own-questions")
+    refused = paradraft(*asked, "--own-questions", 9, "--seed", 7, "--temperature", 1)
+    assert_mistake(refused, "was written with")
+    assert_mistake(paradraft(*asked, "--own-questions", 9, "--columns", '{"user": "q"}'), "own questions have no other")
+    assert len(read_lines(questions)) == 3, "nothing was asked before it was refused"
     there = ["regenerate", "--endpoint", "http://localhost:1/v1", "--out", out, "--own-questions", 3]
     assert_mistake(paradraft(*there), "--own-questions 3 needs --target")
 

@@ -158,6 +158,7 @@ def test_the_target_drafts_with_what_was_trained(
     (cache := tmp_path / "cache").mkdir(mode=0o700)
     monkeypatch.setattr(recorded, "cache_folder", lambda: cache)
     monkeypatch.setattr(recorded, "remember_drafter", remember_drafter)
+    monkeypatch.setattr(train, "_drafts", lambda record: True)  # in six steps hardly any drafter becomes better
     out, target = tmp_path / "drafter", family / "target"
     trained = paradraft("train", "pard", recipe, f"out={out}", f"target={target}", "held_out=1")
     assert trained.code == 0, trained.err
@@ -169,11 +170,26 @@ def test_the_target_drafts_with_what_was_trained(
     prompts = prompts_of(tmp_path)
     measured = paradraft("drafters", target, "--max-new-tokens", 4, "--no-compile", "--num-prompts", 1, *prompts)
     assert measured.code == 0, measured.err
-    assert f"suffix+pard:k=8:draft={out}" in json.loads(measured.out.splitlines()[-1])
+    assert "suffix+pard:k=3" in json.loads(measured.out.splitlines()[-1])
     timed = paradraft("bench", "--target", target, "--methods", "ar,auto:k=2", "--runs", 1, "--max-new-tokens", 4,
                       "--no-compile", "--num-prompts", 1, *prompts)  # fmt: skip
     assert timed.code == 0, timed.err
-    assert f"suffix+pard:k=2:draft={out}:lengths=expected" in json.loads(timed.out.splitlines()[-1])
+    assert "suffix+pard:k=2:lengths=expected" in json.loads(timed.out.splitlines()[-1])
+    (place := next(cache.glob("drafter-*"))).unlink()
+    again = paradraft("train", "pard", recipe, f"out={out}", f"target={target}", "held_out=1")
+    assert again.code == 0 and not place.exists(), "nothing was trained"
+    sampled = ["--methods", "ar,auto", "--verify", "rejection", "--temperature", 0.8, "--runs", 1]
+    assert remember_drafter(str(target), out, "pard", 3)
+    drawn = paradraft("bench", "--target", target, *sampled, "--max-new-tokens", 4, "--no-compile", *prompts)
+    assert drawn.code == 0, drawn.err
+
+
+def test_only_a_drafter_that_guesses_better_is_kept() -> None:
+    """Guards the drafter of an earlier training against a run that came to nothing, or was not measured."""
+    for first, best, is_kept in [(1.0, 1.5, True), (1.5, 1.5, False), (1.0, 1.04, False), (None, 1.3, True)]:
+        before = None if first is None else {"acceptance_length": first}
+        assert train._drafts({"best": {"acceptance_length": best}, "before_training": before}) == is_kept
+    assert not train._drafts({}) and not train._drafts({"best": {"acceptance_length": None}})
 
 
 def test_a_run_says_early_what_it_will_take(paradraft: Paradraft, recipe: Path, family: Path, tmp_path: Path) -> None:

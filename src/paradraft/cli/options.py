@@ -102,7 +102,8 @@ OPTIONS: dict[type, dict[str, Any]] = {
     Speculation: {
         "drafter": option(
             f"The drafter, {DRAFTERS} lookahead is for GPUs, where passes of many tokens are cheap. auto: the drafter "
-            "of --draft, else suffix, maybe with recycle, where draft lengths can adapt, else none."
+            "of --draft, else the last one trained for the target, else suffix, maybe with recycle, where draft "
+            "lengths can adapt, else none."
         ),
         "draft": option("Draft model; the pocket target brings its own."),
         "k": option(f"Most tokens drafted per round, 1 to {MOST_DRAFTED}.", "-k", "--k"),

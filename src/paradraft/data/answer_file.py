@@ -98,11 +98,8 @@ def read_answers(file: Path, settings: Mapping[str, object], ids: Set[str]) -> C
         ValueError: the file cannot be written, is not a file of answers, was written with other settings, or
             answers a question that this run does not have.
     """
-    if (file.exists() and not file.is_file()) or not file.parent.is_dir():
-        raise ValueError(f"{str(file)!r} cannot be written: it is no file, or in a folder that does not exist")
-    if not file.exists() or not file.stat().st_size:
+    if not check_settings(file, settings):
         return Contents(done=frozenset(), size_bytes=0)
-    _compare(file, _read_settings(file), settings)
     done, size = set(), 0
     with file.open("rb") as lines:
         for line_number, line in enumerate(lines, start=1):
@@ -120,6 +117,20 @@ def read_answers(file: Path, settings: Mapping[str, object], ids: Set[str]) -> C
             done.add(answer_id)
             size += len(line)
     return Contents(done=frozenset(done), size_bytes=size)
+
+
+def check_settings(file: Path, settings: Mapping[str, object]) -> bool:
+    """Whether a file holds answers.
+
+    Raises:
+        ValueError: it cannot be written, is not a file of answers, or was written with other settings.
+    """
+    if (file.exists() and not file.is_file()) or not file.parent.is_dir():
+        raise ValueError(f"{str(file)!r} cannot be written: it is no file, or in a folder that does not exist")
+    if not file.exists() or not file.stat().st_size:
+        return False
+    _compare(file, _read_settings(file), settings)
+    return True
 
 
 def _settings_file(file: Path) -> Path:

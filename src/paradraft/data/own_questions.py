@@ -46,23 +46,34 @@ def own_questions(engine: Engine, first: int = 0, *, batch_size: int = 1) -> Ite
 
 
 def write_own_questions(
-    engine: Engine, file: Path, wanted: int, *, batch_size: int, report: Callable[[str], None]
+    engine: Engine, file: Path, wanted: int, *, of: str, batch_size: int, report: Callable[[str], None]
 ) -> None:
     """Writes questions as messages, one per line, after those that an earlier call has written.
 
+    Args:
+        wanted: questions in the file, if there are not more of them already.
+        of: digest of the model, which each line has.
+
     Raises:
-        ValueError: as `own_questions`, or the file is not one of these.
+        ValueError: as `own_questions`, or the file is not one of these, or of another model.
     """
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-    if lines and not lines[-1].endswith("\n"):
-        del lines[-1]  # torn by a crash
-        write_output(file, "".join(lines).encode())
-    if lines and "own" not in json.loads(lines[0]):
-        raise ValueError(f"{file} holds other questions: name another --out")
-    with file.open("a", encoding="utf-8") as out:
-        questions = islice(own_questions(engine, len(lines), batch_size=batch_size), max(wanted - len(lines), 0))
-        for number, question in enumerate(questions, start=len(lines)):
-            record = {"own": number, "messages": [{"role": "user", "content": question}]}
-            out.write(json.dumps(record, ensure_ascii=False) + "\n")
-            out.flush()
-            report(f"{number + 1}/{wanted} questions")
+    lines = _whole_lines(file)
+    if lines and not lines[0].startswith(beginning := f'{{"asked by": {json.dumps(of)}, '.encode()):
+        begins = beginning.decode().removesuffix(", ")
+        raise ValueError(f"{file} holds other questions, not this model's ({begins}, …): name another --out")
+    questions = islice(own_questions(engine, len(lines), batch_size=batch_size), max(wanted - len(lines), 0))
+    for number, question in enumerate(questions, start=len(lines)):
+        record = {"asked by": of, "number": number, "messages": [{"role": "user", "content": question}]}
+        with file.open("ab") as out:
+            out.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        report(f"{number + 1}/{wanted} questions")
+
+
+def _whole_lines(file: Path) -> list[bytes]:
+    """The lines of a file, without a last one that a crash has torn, which is cut off; none without a file."""
+    if not file.exists():
+        return []
+    *lines, torn = file.read_bytes().split(b"\n")
+    if torn:
+        write_output(file, b"".join(line + b"\n" for line in lines))
+    return lines

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from paradraft.drafters import PLUS
+from paradraft.drafters import PLUS, traits_of
 from paradraft.engine.speculation import AUTO, Speculation
 from paradraft.formats.gguf import is_gguf
 from paradraft.formats.head import is_head, kind_of, trained_k
@@ -15,7 +15,7 @@ from paradraft.formats.likely_table import read_table
 from paradraft.formats.pard import declared_mask_id
 from paradraft.models.names import POCKET, is_shape
 from paradraft.sources.loading import config_of, locate
-from paradraft.sources.recorded import bytes_on_disk, drafter_for, recorded_for, table_file
+from paradraft.sources.recorded import TrainedDrafter, bytes_on_disk, drafter_for, recorded_for, table_file
 from paradraft.verify import rule_class
 
 FROM_TEXT = "suffix"
@@ -49,27 +49,39 @@ def automatic(target: str, speculation: Speculation, *, has_grammars: bool = Fal
     draft, k = speculation.draft, speculation.k
     if draft is not None:
         drafter, why = drafter_of(draft), f"drafts with {draft}"
+        if speculation.tree is None and _is_head(folder := locate(draft, SHIPPED)):
+            k = min(k, trained_k(folder) or k)
     elif target == POCKET:
         drafter, why = SHIPPED, "is shipped with the pocket family"
-    elif (draft := drafter_for(target)) is not None:
-        drafter, why = drafter_of(draft), f"drafts with {draft}, the last one trained for this model"
-        if rule_class(speculation.verify).draws == "noise" and speculation.tree is None:  # what unions can
-            drafter = f"{FROM_TEXT}{PLUS}{drafter}"
-            drafter = f"{FORCED}{PLUS}{drafter}" if has_grammars else drafter
+    elif (trained := drafter_for(target)) is not None and _can_draft(trained, speculation):
+        drafter = _beside_text(trained.name, target, speculation, has_grammars=has_grammars)
+        draft, k = trained.folder, min(k, trained.k or k)
+        why = f"drafts with {draft}, the last one trained for this model"
     else:
         drafter, table = without_model(target)
         drafter = f"{FORCED}{PLUS}{drafter}" if has_grammars else drafter
         uses = ", uses the table recorded for this one" if table is not None else ""
         why = f"needs no draft model{uses}, and drafts where that pays"
-    if draft is not None and _is_head(folder := locate(draft, SHIPPED)):
-        k = min(k, trained_k(folder) or k)
     return replace(speculation, drafter=drafter, draft=draft, k=k, reason=f"drafter {drafter}: it {why}")
 
 
-def as_method(target: str, draft: str | None) -> str:
-    """The method of a benchmark that "auto" is, for a target and the draft model that the user named, if any."""
-    chosen = automatic(target, Speculation(drafter=AUTO, draft=draft))
-    return chosen.drafter if chosen.draft == draft else f"{chosen.drafter}:k={chosen.k}:draft={chosen.draft}"
+def _can_draft(trained: TrainedDrafter, speculation: Speculation) -> bool:
+    """Whether a trained drafter drafts trees like the wanted one, if any."""
+    if speculation.tree is None:
+        return True
+    is_deep = trained.k is not None and (speculation.tree.depth or 0) > trained.k
+    return traits_of(trained.name).branching == "tree" and not is_deep
+
+
+def _beside_text(name: str, target: str, speculation: Speculation, *, has_grammars: bool) -> str:
+    """A trained drafter joined with what needs no model, or alone if it cannot be joined."""
+    if speculation.tree is not None or rule_class(speculation.verify).draws != "noise":
+        return name
+    if traits_of(name).branching == "own":
+        return name
+    without, *settings = without_model(target)[0].split(":")
+    parts = [*([FORCED] if has_grammars else []), without, name]
+    return ":".join([PLUS.join(parts), *settings])
 
 
 def without_model(target: str) -> tuple[str, str | None]:
@@ -114,7 +126,7 @@ def _is_head(folder: str) -> bool:
 def where_lengths_adapt(speculation: Speculation, *, is_exact: bool) -> Speculation:
     """Replaces a drafter that "auto" chose by none where draft lengths would not follow measured times.
 
-    It stays if the user named a draft model, a length policy or a tree.
+    It stays if the user named a draft model, a length policy or a tree, or trained a drafter for the target.
 
     Args:
         is_exact: see `Speculation.settled`.

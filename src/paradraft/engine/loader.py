@@ -57,7 +57,8 @@ def load(
     Args:
         target: a Hugging Face id, a folder, a .gguf file, or "pocket".
         drafter: one of `drafter_names()` or several, with settings, as in "ngram:max_ngram=5+pard"; "none" for plain;
-            "auto": one that fits `draft`, else one without a model where draft lengths can adapt.
+            "auto": one that fits `draft`, else the last one trained for the target, else one without a model where
+            draft lengths can adapt.
         draft: the draft model, for drafters that have one; the pocket target brings its own.
         k: most tokens drafted per round (depth of the draft), at least 1.
         verify: "match" gives the same tokens with every drafter; "rejection" gives the same

@@ -148,9 +148,10 @@ def kind_of(name: str) -> str:
 
 
 def trained_k(name: str) -> int | None:
-    """K of a checkpoint's training, if its config has it; raises ValueError as `read_checkpoint`."""
+    """Most tokens of a checkpoint's drafts, if its config has it; raises ValueError as `read_checkpoint`."""
     with _reading(name, None):
-        k = _read_config(name, None)[0].get("k")
+        config = _read_config(name, None)[0]
+    k = config.get("k", config.get("num_heads"))
     return k if type(k) is int and k > 0 else None
 
 

@@ -1,14 +1,17 @@
-"""What the user's cache has for a model, by a digest of it: the table of `paradraft record`, and the place of the last
-drafter that was trained for it."""
+"""What the user's cache has for a model, by a digest of it: the table of `paradraft record`, and the last drafter
+that was trained for it."""
 
 from __future__ import annotations
 
+import json
 import re
+import warnings
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from paradraft.digests import target_digest
+from paradraft.digests import model_digest, target_digest
 from paradraft.files import write_output
 from paradraft.models.forward.cpu.build import cache_folder, is_made, is_private
 from paradraft.models.names import is_shape
@@ -16,8 +19,6 @@ from paradraft.sources.loading import locate
 
 DIGITS = 16
 """Length of the digest that names a table."""
-DRAFTER_FILE = "config.json"
-"""In the folder of every trained drafter."""
 
 
 def path_of(target: str) -> Path | None:
@@ -64,36 +65,65 @@ def recorded_for(target: str) -> str | None:
     return name if is_private(table_file(name)) else None
 
 
-def remember_drafter(target: str, drafter: Path) -> bool:
-    """Keeps a trained drafter's folder as that of a model, and forgets folders that no longer exist.
+@dataclass(frozen=True, kw_only=True)
+class TrainedDrafter:
+    """The last drafter that was trained for a model.
+
+    Args:
+        name: that it drafts as.
+        k: most tokens of its drafts, if it has a limit.
+        folder: absolute path.
+        digest: of the folder's files, see `model_digest`.
+    """
+
+    name: str
+    k: int | None
+    folder: str
+    digest: str
+
+
+def remember_drafter(target: str, folder: Path, name: str, k: int | None) -> bool:
+    """Keeps a drafter as the last one that was trained for a model.
 
     Returns:
         Whether it is kept: not for a model without a path, see `path_of`, and not without a private cache.
 
     Raises:
         ValueError: there is no such model.
-        OSError: the cache cannot be written.
     """
-    folder, name = cache_folder(), table_name(target)
-    if folder is None or name is None or not is_made(folder, "places of trained drafters are"):
+    cache, of = cache_folder(), table_name(target)
+    if cache is None or of is None or not is_made(cache, "places of trained drafters are"):
         return False
-    for file in folder.glob("drafter-*"):
-        if not _drafter_in(file):
-            file.unlink(missing_ok=True)
-    write_output(folder / f"drafter-{name}", str(drafter.resolve()).encode())
+    trained = TrainedDrafter(name=name, k=k, folder=str(folder.resolve()), digest=model_digest(folder))
+    file = cache / f"drafter-{of}"
+    try:
+        write_output(file, json.dumps(asdict(trained)).encode())
+        file.chmod(0o600)
+    except OSError:
+        return False
     return True
 
 
-def drafter_for(target: str) -> str | None:
-    """The folder of the last drafter that was trained for a model; None without one, as in `recorded_for`."""
-    folder = cache_folder()
-    if folder is None or not any(folder.glob("drafter-*")) or (name := table_name(target)) is None:
-        return None
-    return _drafter_in(folder / f"drafter-{name}")
+def drafter_for(target: str) -> TrainedDrafter | None:
+    """The last drafter that was trained for a model; None without one, or where others can write into its file.
 
-
-def _drafter_in(file: Path) -> str | None:
-    if not is_private(file):
+    If its folder is gone or has other files, a warning says so, and it is left out.
+    """
+    cache = cache_folder()
+    if cache is None or not any(cache.glob("drafter-*")) or (of := table_name(target)) is None:
         return None
-    folder = Path(file.read_text(encoding="utf-8"))
-    return str(folder) if (folder / DRAFTER_FILE).is_file() else None
+    if not is_private(file := cache / f"drafter-{of}"):
+        return None
+    try:
+        trained = TrainedDrafter(**json.loads(file.read_bytes()))
+        is_there = model_digest(Path(trained.folder)) == trained.digest
+    except (OSError, ValueError, TypeError):
+        return None
+    if is_there:
+        return trained
+    warnings.warn(
+        f"the drafter trained for this model is left out, because {trained.folder!r} has other files now: name its "
+        f"folder (--draft), train again, or delete {str(file)!r}",
+        stacklevel=2,
+    )
+    return None

@@ -41,13 +41,34 @@ def test_a_file_of_questions_is_continued(plain: Engine, tmp_path: Path, monkeyp
     monkeypatch.setattr(plain.target.tokenizer, "chat_template", TEMPLATE)
     whole, stopped, other = (tmp_path / name for name in ("whole.jsonl", "stopped.jsonl", "other.jsonl"))
     said: list[str] = []
-    write_own_questions(plain, whole, 4, batch_size=3, report=said.append)
+    write_own_questions(plain, whole, 4, of="model", batch_size=3, report=said.append)
     records = [json.loads(line) for line in whole.read_text().splitlines()]
-    assert [record["own"] for record in records] == [0, 1, 2, 3] and said[-1] == "4/4 questions"
+    assert [record["number"] for record in records] == [0, 1, 2, 3] and said[-1] == "4/4 questions"
     assert records[0]["messages"] == [{"role": "user", "content": next(own_questions(plain, 0))}]
     stopped.write_text(whole.read_text()[:-20])
-    write_own_questions(plain, stopped, 4, batch_size=2, report=said.append)
+    write_own_questions(plain, stopped, 4, of="model", batch_size=2, report=said.append)
     assert stopped.read_bytes() == whole.read_bytes()
-    other.write_text('{"messages": []}\n')
-    with pytest.raises(ValueError, match="other questions: name another --out"):
-        write_own_questions(plain, other, 4, batch_size=2, report=said.append)
+    for content in (b'{"messages": []}\n', b"5\n", b"\n", b"\xff\n"):
+        other.write_bytes(content)
+        with pytest.raises(ValueError, match=r"other\.jsonl holds other questions.*name another --out"):
+            write_own_questions(plain, other, 4, of="model", batch_size=2, report=said.append)
+        assert other.read_bytes() == content
+    with pytest.raises(ValueError, match="not this model's"):
+        write_own_questions(plain, whole, 5, of="other", batch_size=2, report=said.append)
+
+
+def test_questions_have_any_characters(plain: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards separators of lines other than \\n, which models write, and lines that are torn within a character."""
+    texts = ["a\u2028b", "c\u0085d", "雨"]
+    monkeypatch.setattr(
+        "paradraft.data.own_questions.own_questions", lambda engine, first, *, batch_size: iter(texts[first:])
+    )
+    file = tmp_path / "mine.jsonl"
+    write_own_questions(plain, file, 2, of="m", batch_size=1, report=print)
+    write_own_questions(plain, file, 3, of="m", batch_size=1, report=print)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: whole.index("雨".encode()) + 1])
+    write_own_questions(plain, file, 3, of="m", batch_size=1, report=print)
+    assert file.read_bytes() == whole
+    records = [json.loads(line) for line in whole.decode().split("\n")[:-1]]
+    assert [record["messages"][0]["content"] for record in records] == texts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -105,7 +106,7 @@ def test_a_trained_drafter_is_used(family: Path, tmp_path: Path, monkeypatch: py
     shutil.copytree(pocket_folder("eagle_parallel"), mine)
     k = json.loads((mine / "config.json").read_text())["k"]
     assert automatic(target, AUTO).drafter == "suffix"
-    assert remember_drafter(target, mine)
+    assert remember_drafter(target, mine, "eagle_parallel", k)
     chosen = automatic(target, Speculation(drafter="auto", k=k + 3))
     assert (chosen.drafter, chosen.draft, chosen.k) == ("suffix+eagle_parallel", str(mine), k)
     assert "trained for this model" in str(chosen.reason)
@@ -115,14 +116,51 @@ def test_a_trained_drafter_is_used(family: Path, tmp_path: Path, monkeypatch: py
     assert automatic(target, Speculation(drafter="auto", draft=str(family / "pard"))).drafter == "pard"
     assert automatic(other, AUTO) == Speculation(drafter="suffix")
     (place,) = (tmp_path / "cache" / "paradraft").glob("drafter-*")
+    for tree in (Tree(budget=6), Tree(paths=((0,), (0, 0)))):
+        assert automatic(target, Speculation(drafter="auto", tree=tree)).drafter == "eagle_parallel"
+    deep = Tree(paths=tuple((0,) * depth for depth in range(1, k + 2)))
+    assert automatic(target, Speculation(drafter="auto", k=k + 1, tree=deep)).drafter == "suffix"
     place.chmod(0o666)
     assert automatic(target, AUTO).drafter == "suffix", "others may have written it"
     place.chmod(0o600)
+    for damaged in (b"", b"\xff", b"[]", b"{}"):
+        kept = place.read_bytes()
+        place.write_bytes(damaged)
+        assert automatic(target, AUTO) == Speculation(drafter="suffix")
+        place.write_bytes(kept)
+    (mine / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.warns(UserWarning, match=r"left out, because '.*mine' has other files now"):
+        assert automatic(target, AUTO) == Speculation(drafter="suffix")
     shutil.rmtree(mine)
-    assert automatic(target, AUTO) == Speculation(drafter="suffix")
-    assert remember_drafter(other, family / "pard") and not place.exists(), "what is gone is forgotten"
+    with pytest.warns(UserWarning, match="train again, or delete"):
+        assert automatic(target, AUTO) == Speculation(drafter="suffix")
+    assert remember_drafter(other, family / "pard", "pard", 8)
     assert automatic(other, AUTO).drafter == "suffix+pard"
-    assert not remember_drafter("shape:llama-3.2-1b", family / "pard")
+    assert not remember_drafter("shape:llama-3.2-1b", family / "pard", "pard", 8)
+
+
+def test_a_trained_drafter_with_trees_of_its_own_drafts_alone(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards ppd, which cannot be joined, nor given a tree."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    target = str(family / "target")
+    assert remember_drafter(target, pocket_folder("ppd"), "ppd", 3)
+    assert automatic(target, AUTO).drafter == "ppd"
+    assert automatic(target, Speculation(drafter="auto", tree=Tree(budget=6))).drafter == "suffix"
+
+
+def test_a_trained_drafter_can_be_used_with_any_umask(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards users whose files their group may write, by default."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = os.umask(0o002)
+    try:
+        assert remember_drafter(str(family / "target"), family / "pard", "pard", 8)
+    finally:
+        os.umask(before)
+    assert automatic(str(family / "target"), AUTO).drafter == "suffix+pard"
 
 
 def test_a_drafter_that_is_named_drafts_no_deeper_than_it_can(tmp_path: Path) -> None:
@@ -130,8 +168,10 @@ def test_a_drafter_that_is_named_drafts_no_deeper_than_it_can(tmp_path: Path) ->
     mine = tmp_path / "mine"
     shutil.copytree(pocket_folder("eagle_parallel"), mine)
     config = json.loads((mine / "config.json").read_text())
-    (mine / "config.json").write_text(json.dumps(config | {"k": 3}), encoding="utf-8")
-    assert automatic("pocket", Speculation(drafter="auto", draft=str(mine))).k == 3
+    for key in ("k", "num_heads"):
+        changed = {name: value for name, value in config.items() if name != "k"} | {key: 3}
+        (mine / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+        assert automatic("pocket", Speculation(drafter="auto", draft=str(mine))).k == 3
 
 
 def test_a_shape_drafts_from_the_text() -> None:

@@ -25,6 +25,7 @@ from paradraft.files import check_outputs
 from paradraft.models.names import is_shape
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
+from paradraft.tree import Tree
 
 if TYPE_CHECKING:
     from paradraft.bench.setup import ChatFormat, Workload
@@ -131,14 +132,29 @@ class BenchArgs:
         if name != AUTO:
             return spec
         with importing():
-            from paradraft.engine.automatic import as_method
+            from paradraft.engine.automatic import automatic
 
-        draft = next((each for each in settings if each.startswith("draft=")), None)
-        draft = self.speculation.draft if draft is None else draft.removeprefix("draft=")
-        drafter, *own = as_method(self.target, draft).split(":")
-        named = {each.partition("=")[0] for each in settings}
-        own = [each for each in [*own, "lengths=expected"] if each.partition("=")[0] not in named]
-        return ":".join([drafter, *settings, *own])
+        named = dict(each.partition("=")[::2] for each in settings)
+        wanted: dict[str, Any] = {key: named[key] for key in ("draft", "verify") if key in named}
+        wanted |= {"k": int(named["k"])} if named.get("k", "").isdigit() else {}
+        wanted |= {"tree": Tree(budget=int(named["tree"]))} if named.get("tree", "").isdigit() else {}
+        asked = replace(self.speculation, drafter=AUTO, **wanted)
+        chosen = automatic(self.target, asked)
+        if chosen.k != asked.k:
+            named["k"] = str(chosen.k)
+        own = named | ({} if "lengths" in named else {"lengths": "expected"})
+        return ":".join([chosen.drafter, *(f"{key}={value}" for key, value in own.items())])
+
+    @property
+    def defaults(self) -> Speculation:
+        """Settings that methods leave out; without a draft, that of "auto", if it is among them."""
+        names = [split_settings(spec.strip())[0] for spec in self.methods.split(",")]
+        if AUTO not in names:
+            return self.speculation
+        with importing():
+            from paradraft.engine.automatic import automatic
+
+        return replace(self.speculation, draft=automatic(self.target, replace(self.speculation, drafter=AUTO)).draft)
 
 
 @with_options
@@ -183,7 +199,7 @@ def _benchmark(args: BenchArgs) -> Benchmark:
     from paradraft.sources.load_plan import plan_of
 
     runtime, rates = plan_of(args.target, args.runtime).runtime, args.synthetic_acceptance
-    methods = [Method.parse(spec, args.speculation, dtype=runtime.dtype) for spec in args.specs]
+    methods = [Method.parse(spec, args.defaults, dtype=runtime.dtype) for spec in args.specs]
     use_threads(args.threads)
     return Benchmark(
         target=args.target, methods=methods, sampling=args.sampling, runs=args.runs, profiled=args.profile,

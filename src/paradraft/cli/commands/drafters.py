@@ -17,7 +17,7 @@ from paradraft.cli.options import Offer, option, with_options
 from paradraft.cli.terminal import console, news
 from paradraft.cli.values import use_threads
 from paradraft.drafters import drafter_names, part_names, takes_draft, traits_of
-from paradraft.engine.speculation import Speculation
+from paradraft.engine.speculation import AUTO, Speculation
 from paradraft.files import check_outputs
 from paradraft.models.names import is_shape, short_name
 from paradraft.models.runtime import Runtime
@@ -70,12 +70,12 @@ def drafters(*, args: DraftersArgs) -> None:
         from paradraft.bench.spec import Benchmark, Method
         from paradraft.sources.load_plan import plan_of
 
-    methods = measured_methods(args.target, args.speculation)
+    methods, draft = measured_methods(args.target, args.speculation)
     use_threads(args.threads)
     output = JsonOutput(args.json_file)
     check_outputs(output.file)
     runtime = plan_of(args.target, args.runtime).runtime
-    speculation = Speculation(draft=args.speculation.draft, k=args.speculation.k, lengths="expected")
+    speculation = Speculation(draft=draft, k=args.speculation.k, lengths="expected")
     benchmark = Benchmark(
         target=args.target, methods=[Method.parse(spec, speculation, dtype=runtime.dtype) for spec in methods],
         sampling=args.sampling, runs=args.runs, runtime=runtime,
@@ -93,15 +93,17 @@ def drafters(*, args: DraftersArgs) -> None:
     output.end_with(result["methods"])
 
 
-def measured_methods(target: str, speculation: Speculation) -> list[str]:
+def measured_methods(target: str, speculation: Speculation) -> tuple[list[str], str | None]:
     """Plain decoding, what "auto" takes, and the drafters that need nothing beside the target, with its table if it has
-    one."""
-    from paradraft.engine.automatic import as_method, both
+    one; and the draft model of what "auto" takes."""
+    from paradraft.engine.automatic import automatic, both, without_model
     from paradraft.sources.recorded import recorded_for
 
     free = [name for name in drafter_names() if traits_of(name).estimates and not traits_of(name).needs_grammar]
-    chosen = [as_method(target, draft) for draft in (speculation.draft, None)]
-    return list(dict.fromkeys(["ar", *chosen, *free, both(recorded_for(target))]))
+    chosen = automatic(target, Speculation(drafter=AUTO, draft=speculation.draft, k=speculation.k))
+    named = chosen.drafter if chosen.k == speculation.k else f"{chosen.drafter}:k={chosen.k}"
+    methods = ["ar", named, without_model(target)[0], *free, both(recorded_for(target))]
+    return list(dict.fromkeys(methods)), chosen.draft
 
 
 def not_measured(methods: Collection[str]) -> dict[str, list[str]]:

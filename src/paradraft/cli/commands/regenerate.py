@@ -89,8 +89,8 @@ class RegenerateArgs:
     own_questions: Annotated[
         int | None,
         option(
-            "Instead of --prompts, with --target: the model asks itself this many questions, which are kept beside "
-            "--out.",
+            "Instead of --prompts, with --target: the model asks itself questions, until this many are in the file "
+            "beside --out.",
             least=1,
             show_default=False,
         ),
@@ -178,8 +178,11 @@ def regenerate(context: typer.Context, *, args: RegenerateArgs) -> None:
 
     if (args.prompts is None) == (args.own_questions is None):
         raise ValueError("give either --prompts (a file of questions) or --own-questions (how many it asks itself)")
-    if args.own_questions is not None and args.target is None:
-        raise ValueError(f"--own-questions {args.own_questions} needs --target: a server asks no questions")
+    if args.own_questions is not None:
+        if args.target is None:
+            raise ValueError(f"--own-questions {args.own_questions} needs --target: a server asks no questions")
+        if args.columns is not None:
+            raise ValueError(f"--columns {args.columns}: own questions have no other names, leave it out")
     if (args.target is None) == (args.endpoint is None):
         raise ValueError("give either --target (a model to run here) or --endpoint (a server's address)")
     others, source = (THERE, "--target") if args.endpoint is None else (HERE, "--endpoint")
@@ -187,7 +190,7 @@ def regenerate(context: typer.Context, *, args: RegenerateArgs) -> None:
     samples, out = args.samples, args.out
     if args.sampling.is_greedy and samples > 1:
         raise ValueError(f"--samples {samples} would give the same answer {samples} times: raise --temperature above 0")
-    check_outputs(out)
+    check_outputs(out, None if args.own_questions is None else questions_of(out))
     names = read_object(args.columns or "{}", "--columns", '{"user": "instruction"}')
     check_columns(names)
     questions = [] if args.prompts is None else read_questions(args.prompts, samples, names)
@@ -213,14 +216,22 @@ def regenerate(context: typer.Context, *, args: RegenerateArgs) -> None:
 
 def _asked_itself(args: RegenerateArgs, answerer: Answerer) -> Path:
     """The file of the questions that the target asks itself; those of an interrupted run are kept."""
+    from paradraft.data.answer_file import check_settings
     from paradraft.data.local import InProcess
     from paradraft.data.own_questions import write_own_questions
 
     assert isinstance(answerer, InProcess) and args.own_questions is not None
-    file = args.out.with_name(f"{args.out.stem}.questions.jsonl")
+    file, of = questions_of(args.out), str(answerer.settings["digest of the target"])
+    if check_settings(args.out, answerer.settings) and not file.exists():  # before hours of questions
+        raise ValueError(f"{args.out} holds answers to other questions: name another --out")
     with news(console(stderr=True), "asking") as report:
-        write_own_questions(answerer.engine, file, args.own_questions, batch_size=args.batch_size, report=report)
+        write_own_questions(answerer.engine, file, args.own_questions, of=of, batch_size=args.batch_size, report=report)
     return file
+
+
+def questions_of(out: Path) -> Path:
+    """The file of own questions beside that of their answers."""
+    return out.with_name(f"{out.stem}.questions.jsonl")
 
 
 def _summarize(progress: RegenerationProgress, out: Path, console: Console) -> None:

@@ -21,13 +21,19 @@ from paradraft.environment import is_main_process
 from paradraft.models.names import POCKET
 from paradraft.train import recipe_class, trainee_module, trainee_names
 
+LEAST_LENGTH = 1.05
+"""Tokens per target pass of a drafter that is worth a try."""
+
 if TYPE_CHECKING:
     from paradraft.train.run.progress import Evaluation, Report
     from paradraft.train.trainee import Builder, R
 
 
-def run_with_display(recipe: R, build: Builder[R]) -> None:
+def run_with_display(recipe: R, build: Builder[R]) -> bool:
     """Trains with a display of loss, accuracy by position and time left: a bar on a terminal, else lines.
+
+    Returns:
+        False if the drafter was there already.
 
     Raises:
         ValueError, OSError, StoppedError: see `paradraft.train.run.launch.train`.
@@ -69,6 +75,16 @@ def run_with_display(recipe: R, build: Builder[R]) -> None:
     console.print(message, soft_wrap=True)
     if is_new and (kept := _kept(read_record(recipe.out))) is not None:
         console.print(kept, soft_wrap=True)
+    return is_new
+
+
+def _drafts(record: dict[str, Any]) -> bool:
+    """Whether a run was measured, and its drafter guesses more than it did before and than hardly anything."""
+    best, first = record.get("best"), record.get("before_training")
+    if best is None or best["acceptance_length"] is None:
+        return False
+    before = (first or {}).get("acceptance_length") or 1.0
+    return bool(best["acceptance_length"] > max(LEAST_LENGTH, before))
 
 
 def _kept(record: dict[str, Any]) -> str | None:
@@ -194,14 +210,15 @@ def train(
         raise ValueError(f"train {name}: name a recipe, a YAML file; --template writes one, --settings explains it")
     try:
         loaded = load_recipe(recipe_class(module), recipe, overrides or [])
-        run_with_display(loaded, module.build)
+        is_new = run_with_display(loaded, module.build)
     except StoppedError as stop:
         raise typer.Exit(128 + stop.number) from None
     if is_main_process():
         placeholder = "" if loaded.measured_with else ", with the model whose text it is to guess as TARGET"
         lines = next_steps(name, loaded, loaded.out, str(loaded.out))
         print("\n".join(["", f"try it, measure it, serve it{placeholder}:", *lines]))
-        target, best = loaded.measured_with, read_record(loaded.out).get("best")
-        is_measured = best is not None and best["acceptance_length"] is not None
-        if is_measured and target not in (None, POCKET) and remember_drafter(target, loaded.out):
+        target, (drafter, k) = loaded.measured_with, loaded.decoded_with(name)
+        if not is_new or target in (None, POCKET) or not _drafts(read_record(loaded.out)):
+            return
+        if remember_drafter(target, loaded.out, drafter, k):
             print(f"paradraft chat --target {shlex.quote(target)} drafts with it from now on, without --drafter")
