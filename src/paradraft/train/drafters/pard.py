@@ -33,7 +33,7 @@ from paradraft.train.init.adaptation import add_mask_token, with_adapters
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
 from paradraft.train.objectives.objective import Objective
 from paradraft.train.objectives.teacher import Teacher
-from paradraft.train.objectives.teacher_loading import load_teacher, teacher_folder
+from paradraft.train.objectives.teacher_loading import is_decoded_as_stored, load_teacher, teacher_folder
 from paradraft.train.trainee import RunData
 
 
@@ -212,8 +212,9 @@ def _check_memory(recipe: PardRecipe, data: RunData) -> memory.Estimate:
     model, beside = drafter.model, 0 if drafter.previous is None else memory.parameters_of(drafter.previous)
     frozen = 0.0
     if recipe.teacher is not None:
-        on_gpu = data.device.type != "cpu"
-        frozen = memory.frozen_bytes(teacher_folder(recipe.teacher), bf16=data.bf16, as_numbers=on_gpu)
+        folder = teacher_folder(recipe.teacher)
+        is_packed = is_decoded_as_stored(folder, load_config(folder), data.device)
+        frozen = memory.frozen_bytes(folder, bf16=data.bf16, as_numbers=not is_packed)
     weights = memory.weight_bytes(recipe, memory.parameters_of(model) + beside, data, frozen=frozen)
     groups, longest = memory.largest_pass(recipe, data)
     rows = memory.rows_of(longest, k=recipe.k, r=recipe.r, r_min=recipe.r_min)
