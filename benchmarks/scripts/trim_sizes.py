@@ -24,7 +24,7 @@ from paradraft.engine.loader import load
 from paradraft.engine.speculation import Speculation
 from paradraft.files import check_outputs
 from paradraft.formats.vocab_map import VocabMap
-from paradraft.models.runtime import Runtime
+from paradraft.models.runtime import STORED, Runtime
 from paradraft.sampling_params import GREEDY
 from paradraft.train.init.trim import Untrimmed, count, write_trimmed
 
@@ -56,7 +56,7 @@ def measured(args: argparse.Namespace, file: Path, folder: Path, maps: dict[int,
     whole = f"autoregressive:k={args.k}:draft={args.draft}"
     benchmark = Benchmark(
         target=args.target,
-        methods=[Method.parse(spec, Speculation(), dtype="stored") for spec in ["ar", whole, *names.values()]],
+        methods=[Method.parse(spec, Speculation(), dtype=STORED) for spec in ["ar", whole, *names.values()]],
         sampling=GREEDY,
         runs=args.runs,
         runtime=Runtime(device="cpu", draft_dtype=args.draft_dtype),

@@ -18,7 +18,7 @@ from paradraft.models.names import is_shape
 from paradraft.sources.loading import locate
 
 DIGITS = 16
-"""Length of the digest that names a table."""
+"""Length of the digest that names the files of a model."""
 
 
 def path_of(target: str) -> Path | None:

@@ -194,10 +194,10 @@ class Optimizers:
     def step(self, step: int) -> float | None:
         """Clips the gradients, updates the parameters and clears their gradients.
 
+        A step whose norm is not finite is skipped: it updates nothing.
+
         Returns:
             The gradient norm before clipping; None if only DeepSpeed knows it.
-
-        A step whose norm is not finite is skipped: it updates nothing.
 
         Raises:
             ValueError: more than `MOST_SKIPPED` steps in a row are skipped.
