@@ -35,8 +35,8 @@ def test_what_was_recorded_is_used(
     for table in (name, file):
         drafted = paradraft("generate", *target, *TEXT, "--drafter", f"suffix+recycle:table={table}")
         assert plain.code == drafted.code == 0 and plain.out == drafted.out
-    methods = measured_methods(str(family / "target"), Speculation())
-    assert methods[:2] == ["ar", f"suffix+recycle:table={name}"], "auto takes it too"
+    methods, draft = measured_methods(str(family / "target"), Speculation())
+    assert methods[:2] == ["ar", f"suffix+recycle:table={name}"] and draft is None, "auto takes it too"
 
 
 @pytest.mark.parametrize(
