@@ -122,7 +122,7 @@ def drafter_for(target: str) -> TrainedDrafter | None:
     if is_there:
         return trained
     warnings.warn(
-        f"the drafter trained for this model is left out, because {trained.folder!r} has other files now: name its "
+        f"the drafter trained for this model is left out, because {trained.folder!r} was moved or changed: name its "
         f"folder (--draft), train again, or delete {str(file)!r}",
         stacklevel=2,
     )

@@ -116,21 +116,21 @@ class BenchArgs:
     )
 
     @property
-    def specs(self) -> list[str]:
-        """Methods, each at each batch size; a single size of 1 adds nothing to the specs."""
+    def specs(self) -> list[tuple[str, Speculation]]:
+        """Methods, each at each batch size, and the settings that they leave out; a single size of 1 adds nothing."""
         specs = [self._named(spec.strip()) for spec in self.methods.split(",")]
         sizes = batch_sizes_of(self.batch_sizes)
         if sizes == [1]:
             return specs
-        if any(":batch=" in spec for spec in specs):
+        if any(":batch=" in spec for spec, _ in specs):
             raise ValueError(f"--batch-size {self.batch_sizes}: a method sets batch= itself; give one or the other")
-        return [f"{spec}:batch={size}" for size in sizes for spec in specs]
+        return [(f"{spec}:batch={size}", left_out) for size in sizes for spec, left_out in specs]
 
-    def _named(self, spec: str) -> str:
+    def _named(self, spec: str) -> tuple[str, Speculation]:
         """The method that "auto" is, with the lengths of `generate` in passes in C++, unless it names a policy."""
         name, settings = split_settings(spec)
         if name != AUTO:
-            return spec
+            return spec, self.speculation
         with importing():
             from paradraft.engine.automatic import automatic
 
@@ -143,18 +143,8 @@ class BenchArgs:
         if chosen.k != asked.k:
             named["k"] = str(chosen.k)
         own = named | ({} if "lengths" in named else {"lengths": "expected"})
-        return ":".join([chosen.drafter, *(f"{key}={value}" for key, value in own.items())])
-
-    @property
-    def defaults(self) -> Speculation:
-        """Settings that methods leave out; without a draft, that of "auto", if it is among them."""
-        names = [split_settings(spec.strip())[0] for spec in self.methods.split(",")]
-        if AUTO not in names:
-            return self.speculation
-        with importing():
-            from paradraft.engine.automatic import automatic
-
-        return replace(self.speculation, draft=automatic(self.target, replace(self.speculation, drafter=AUTO)).draft)
+        method = ":".join([chosen.drafter, *(f"{key}={value}" for key, value in own.items())])
+        return method, replace(self.speculation, draft=chosen.draft)
 
 
 @with_options
@@ -199,7 +189,7 @@ def _benchmark(args: BenchArgs) -> Benchmark:
     from paradraft.sources.load_plan import plan_of
 
     runtime, rates = plan_of(args.target, args.runtime).runtime, args.synthetic_acceptance
-    methods = [Method.parse(spec, args.defaults, dtype=runtime.dtype) for spec in args.specs]
+    methods = [Method.parse(spec, left_out, dtype=runtime.dtype) for spec, left_out in args.specs]
     use_threads(args.threads)
     return Benchmark(
         target=args.target, methods=methods, sampling=args.sampling, runs=args.runs, profiled=args.profile,
