@@ -29,6 +29,7 @@ from tests.support.quick import mostly_slow
         ["train", "pard"],
         ["regenerate"],
         ["trim"],
+        ["merge"],
         ["bench"],
         ["plan"],
         ["audit"],

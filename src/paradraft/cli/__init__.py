@@ -54,9 +54,8 @@ def _run() -> int:
             raise
         return _complain(_short_of_memory(error), always=True)
     except ModuleNotFoundError as error:
-        extra = {"train": "train", "regenerate": "train", "trim": "train", "serve": "serve"}.get(
-            "".join(sys.argv[1:2]), "bench"
-        )
+        of_train = dict.fromkeys(("train", "regenerate", "trim", "merge"), "train")
+        extra = (of_train | {"serve": "serve"}).get("".join(sys.argv[1:2]), "bench")
         return _complain(f"{error.name} is not installed: pip install 'paradraft[{extra}]'", always=True)
     except OSError as error:
         return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error), always=True)

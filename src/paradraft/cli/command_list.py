@@ -24,6 +24,7 @@ COMMANDS = {
     "regenerate": "Let the target answer prompts: what its drafter is trained on.",
     "train": "Train a drafter from a recipe.",
     "trim": "Leave out the rows of a draft's output head that its target's answers hardly need.",
+    "merge": "Merge a low-rank adapter (LoRA) into its base model.",
     "drafters": "List the drafters that fit a target, with what each yields here.",
     "bench": "Compare methods on the same prompts, interleaved.",
     "report": "Show a result of paradraft bench again.",

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from paradraft.files import one_line_when_full, sync, sync_entries
 
 CARD = "README.md"
+ADAPTER_CONFIG = "adapter_config.json"
+"""File of a folder that PEFT writes, which has adapters and no model."""
 
 
 @contextmanager
@@ -35,7 +37,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         try:
             yield temporary
             # Safetensors are written for their owner alone, and a server is often another user.
-            for file in temporary.glob("*.safetensors"):
+            for file in temporary.rglob("*.safetensors"):
                 file.chmod((temporary / "config.json").stat().st_mode)
             sync(temporary)
             put_in_place(temporary, folder)
@@ -82,7 +84,7 @@ def save_model(
     with whole_folder(folder) as new:
         write_model(new, model, tokenizer)
         for name, tensors in (beside or {}).items():
-            (new / name).parent.mkdir(exist_ok=True)
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
             save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, new / name)
         for name, text in (texts or {}).items():
             (new / name).write_text(text, encoding="utf-8")

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
-from paradraft.formats.folder import check_index
+from paradraft.formats.folder import ADAPTER_CONFIG, check_index
 from paradraft.formats.gguf import SUFFIX, is_gguf, read_gguf
 from paradraft.models.architectures import context_of, experts_settings, spec_of
 from paradraft.models.config_check import check_architecture
@@ -68,6 +68,8 @@ def locate(name: str, role: str) -> str:
         return hub.located(name)
     elif is_gguf(name):
         read_gguf(name)
+    elif (Path(name) / ADAPTER_CONFIG).is_file():
+        raise ValueError(f"{name!r} is an adapter: `paradraft merge {name} --out FOLDER` makes a model of it")
     elif not (Path(name) / "config.json").is_file():
         if (Path(name) / "checkpoint").is_dir():
             raise ValueError(f"{name!r} is of a training that has not ended: the same `paradraft train` goes on")

@@ -30,6 +30,7 @@ from paradraft.train import memory
 from paradraft.train.drafters.kept_states import features_of
 from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.init.adaptation import add_mask_token, with_adapters
+from paradraft.train.init.merging import Adapter
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
 from paradraft.train.objectives.objective import Objective
 from paradraft.train.objectives.teacher import Teacher
@@ -164,10 +165,16 @@ class PardTrainee:
         new = initial_drafter(self._recipe, self._tokenizer, "cpu", dtype=dtype)
         cast(Any, new.model.model).norm.float()
         Objective(new.model, previous=new.previous).load_state_dict(weights)
+        adapter = None if new.adapted is None else Adapter.of(new.adapted, self._recipe.model)
         model = new.model if new.adapted is None else cast(PreTrainedModel, new.adapted.merge_and_unload())
         cool(model, new.previous, self._recipe.draft_temperature)
-        extra_files = {} if new.previous is None else {PREVIOUS_TOKEN_HEAD: stored_head(new.previous, model.config)}
-        save_model(folder, model.to(torch.bfloat16).eval(), self._tokenizer, extra_files)
+        beside = {} if new.previous is None else {PREVIOUS_TOKEN_HEAD: stored_head(new.previous, model.config)}
+        model = model.to(torch.bfloat16).eval()
+        texts: dict[str, str] = {}
+        if adapter is not None:
+            more, texts = adapter.files(model, beside)
+            beside |= more
+        save_model(folder, model, self._tokenizer, beside, texts)
 
 
 @torch.no_grad()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -25,6 +27,14 @@ class Lora(BaseModel):
     targets: str | list[str] = Field(default="all-linear", description="names of the layers that get one")
 
 
+@contextmanager
+def without_deprecations() -> Iterator[None]:
+    """Hides that peft still uses a property name that `transformers` has deprecated."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
+
+
 def with_adapters(model: PreTrainedModel, lora: Lora, masks: list[int], *, seed: int) -> PeftModel:
     """Adds adapters to a model, in place, and freezes all other weights except the embeddings of the masks.
 
@@ -39,9 +49,7 @@ def with_adapters(model: PreTrainedModel, lora: Lora, masks: list[int], *, seed:
         task_type="CAUSAL_LM",
     )
     try:
-        with torch.random.fork_rng(), warnings.catch_warnings():
-            # peft still uses a property name that `transformers` has deprecated.
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        with torch.random.fork_rng(), without_deprecations():
             torch.manual_seed(seed)
             return cast(PeftModel, get_peft_model(model, config))
     except ValueError as error:

@@ -1,0 +1,67 @@
+"""`paradraft merge`."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paradraft.cli import options
+from paradraft.cli.importing import importing
+from paradraft.cli.options import option, with_options
+from paradraft.cli.terminal import console, news
+from paradraft.cli.values import use_threads
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeArgs:
+    """Options of `paradraft merge`."""
+
+    adapter: Annotated[
+        Path, typer.Argument(metavar="ADAPTER", help="A folder that PEFT wrote, or the adapter/ of a trained draft.")
+    ]
+    out: Annotated[Path, option("The folder to write; it must be empty or not exist.")]
+    base: Annotated[
+        str | None,
+        option(
+            "The model that the adapter was trained on, in any format and in few bits too; by default the one that it "
+            "names."
+        ),
+    ] = None
+    target: Annotated[
+        str | None, option("Of a draft: the model that it drafts for from now on, when no drafter is named.")
+    ] = None
+    threads: options.Threads = None
+
+
+@with_options
+def merge(*, args: MergeArgs) -> None:
+    """Merge a low-rank adapter (LoRA) into its base model.
+
+    The result is a folder that every command and engine reads. The adapter of a PARD draft, which a training with lora
+    writes beside it, becomes that draft.
+    """
+    with importing():
+        from paradraft.engine.automatic import drafter_of
+        from paradraft.sources.recorded import remember_drafter
+        from paradraft.sources.load_plan import Checkpoint
+        from paradraft.train.init.merging import base_of, merge
+        from paradraft.train.init.vocabulary_size import drafts_in_one_pass
+
+    use_threads(args.threads)
+    base = args.base or base_of(args.adapter)
+    if base is None:
+        raise ValueError(f"{str(args.adapter)!r} names no base model: give --base")
+    with news(console(stderr=True), f"merging into {base}"):
+        merge(args.adapter, base, args.out)
+    name, out = drafter_of(str(args.out)), shlex.quote(str(args.out))
+    if args.target is not None and remember_drafter(args.target, args.out, name, None):
+        print(f"paradraft chat --target {shlex.quote(args.target)} drafts with it from now on, without --drafter")
+        return
+    as_draft = f"--target {shlex.quote(args.target or 'TARGET')} --drafter {name} --draft {out}"
+    print(f"as a draft: paradraft chat {as_draft}")
+    if not drafts_in_one_pass(Checkpoint.at(str(args.out))):
+        print(f"as a model: paradraft chat --target {out}")

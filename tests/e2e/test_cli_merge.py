@@ -1,0 +1,133 @@
+"""`paradraft merge` as a user meets it: the adapter of a draft becomes the draft, and that of a fine-tune the model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from paradraft.engine.automatic import automatic
+from paradraft.engine.speculation import Speculation
+from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD
+from paradraft.sources import recorded
+from paradraft.sources.recorded import remember_drafter
+from paradraft.train.init.merging import DRAFT, FOLDER, WEIGHTS
+from tests.conftest import tiny_model, tiny_tokenizer
+from tests.contract.test_every_trainee import recipe_for, train
+from tests.e2e.conftest import Paradraft, assert_mistake
+from tests.support.reduced_heads import reduced_folder
+
+IDS = list(range(0, 64, 2))
+
+
+def config_in(folder: Path) -> dict[str, object]:
+    config: dict[str, object] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+@pytest.mark.parametrize("base", ["draft", "reduced", "in few bits"])
+@pytest.mark.parametrize("settings", [{}, {"previous_token_rank": 4, "draft_temperature": 0.8}], ids=str)
+def test_the_adapter_of_a_draft_becomes_the_draft(
+    paradraft: Paradraft, family: Path, tmp_path: Path, base: str, settings: dict[str, object]
+) -> None:
+    """Guards drafts that are passed on as adapters: to the last bit what the training wrote, mask, rows, norm and
+    previous-token head included, from a trimmed base and from the whole one."""
+    whole, out = family / "draft", tmp_path / "out"
+    model = whole if base == "draft" else Path(reduced_folder(whole, tmp_path / "reduced", IDS))
+    teacher = {"teacher": str(family / "target")} if settings else {}
+    recipe = recipe_for(
+        "pard", family, out, model=str(model), k=4, lora={"rank": 2}, distinct_masks=True, **teacher, **settings
+    )
+    train("pard", recipe)
+    named = [] if base == "draft" else ["--base", whole if base == "in few bits" else model]
+    found = paradraft("merge", out / FOLDER, "--out", tmp_path / "merged", *named)
+    assert found.code == 0 and "--drafter pard" in found.out and "as a model" not in found.out
+    trained, merged = (load_file(each / "model.safetensors") for each in (out, tmp_path / "merged"))
+    assert trained.keys() == merged.keys()
+    for name, weight in trained.items():
+        assert torch.equal(weight, merged[name]), name
+    assert config_in(out) == config_in(tmp_path / "merged")
+    before = load_file(whole / "model.safetensors")
+    assert any(not torch.equal(weight, merged[name].float()) for name, weight in before.items() if "proj" in name)
+    if settings:
+        heads = [(each / PREVIOUS_TOKEN_HEAD).read_bytes() for each in (out, tmp_path / "merged")]
+        assert heads[0] == heads[1]
+
+
+def test_it_is_the_default_of_its_target(
+    paradraft: Paradraft, family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards `--target`, and the digest of a folder that is complete."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(recorded, "remember_drafter", remember_drafter)
+    train("pard", recipe_for("pard", family, tmp_path / "out", k=3, lora={"rank": 2}))
+    found = paradraft(
+        "merge", tmp_path / "out" / FOLDER, "--out", tmp_path / "merged", "--target", family / "target"
+    )  # fmt: skip
+    assert found.code == 0 and "drafts with it from now on" in found.out
+    chosen = automatic(str(family / "target"), Speculation(drafter="auto"))
+    assert chosen.draft == str(tmp_path / "merged") and "pard" in chosen.drafter
+
+
+@pytest.fixture(scope="module")
+def tuned(family: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fine-tune of the target, as PEFT writes it."""
+    folder = tmp_path_factory.mktemp("tuned") / "adapter"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(family / "target", dtype=torch.float32)
+    tuned = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    tuned.save_pretrained(folder)
+    return folder
+
+
+def test_a_fine_tune_becomes_a_model(paradraft: Paradraft, family: Path, tuned: Path, tmp_path: Path) -> None:
+    """Guards users of PEFT, whose logits the merged model has."""
+    found = paradraft("merge", tuned, "--out", tmp_path / "merged")
+    assert found.code == 0 and "as a model: paradraft chat --target" in found.out
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(family / "target", dtype=torch.float32)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        before = base(ids).logits
+        wanted = PeftModel.from_pretrained(base, tuned)(ids).logits
+        found_logits = merged(ids).logits
+    assert (wanted - before).abs().max() > 20 * (wanted - found_logits).abs().max()
+    answered = paradraft("generate", "--target", tmp_path / "merged", "--prompt", "abc", "--max-new-tokens", 4)
+    assert answered.code == 0
+
+
+def test_mistakes(paradraft: Paradraft, family: Path, tuned: Path, tmp_path: Path) -> None:
+    """Guards users: one line, and no folder is left behind."""
+    out = ["--out", tmp_path / "merged"]
+    assert_mistake(paradraft("merge", family / "draft", *out), "is no adapter: it has no adapter_config.json")
+    assert_mistake(paradraft("merge", tmp_path / "gone", *out), "is no adapter")
+    assert_mistake(paradraft("merge", tuned, *out, "--base", "gone"), "unknown model 'gone'")
+    assert_mistake(paradraft("merge", tuned, "--out", family / "draft"), "is not empty")
+    tiny_model(3, layers=1).save_pretrained(tmp_path / "one")
+    tiny_tokenizer().save_pretrained(tmp_path / "one")
+    others = ("pocket", tmp_path / "one")
+    for other in others:
+        assert_mistake(paradraft("merge", tuned, *out, "--base", other), "its layers are not those of")
+    assert_mistake(paradraft("generate", "--target", tuned, "--prompt", "a"), "is an adapter: `paradraft merge")
+    train("pard", recipe_for("pard", family, tmp_path / "out", k=3, lora={"rank": 2}))
+    adapter = tmp_path / "out" / FOLDER
+    for other in others:
+        assert_mistake(paradraft("merge", adapter, *out, "--base", other), "the adapter was trained on a model whose")
+    shutil.copytree(adapter, tmp_path / "damaged")
+    for name in (WEIGHTS, DRAFT):
+        kept = (tmp_path / "damaged" / name).read_bytes()
+        (tmp_path / "damaged" / name).write_bytes(kept[:40])
+        assert_mistake(paradraft("merge", tmp_path / "damaged", *out), "cannot load adapter")
+        (tmp_path / "damaged" / name).write_bytes(kept)
+    (tmp_path / "damaged" / "adapter_config.json").write_text("[]", encoding="utf-8")
+    assert_mistake(paradraft("merge", tmp_path / "damaged", *out), "is no adapter")
+    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    (tmp_path / "damaged" / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
+    assert_mistake(paradraft("merge", tmp_path / "damaged", *out), "names no base model: give --base")
+    assert not (tmp_path / "merged").exists()
