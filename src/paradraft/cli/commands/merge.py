@@ -21,7 +21,10 @@ class MergeArgs:
     """Options of `paradraft merge`."""
 
     adapter: Annotated[
-        Path, typer.Argument(metavar="ADAPTER", help="A folder that PEFT wrote, or the adapter/ of a trained draft.")
+        str,
+        typer.Argument(
+            metavar="ADAPTER", help="A folder that PEFT wrote, the adapter/ of a trained draft, or one that is shipped."
+        ),
     ]
     out: Annotated[Path, option("The folder to write; it must be empty or not exist.")]
     base: Annotated[
@@ -46,17 +49,19 @@ def merge(*, args: MergeArgs) -> None:
     """
     with importing():
         from paradraft.engine.automatic import drafter_of
-        from paradraft.sources.recorded import remember_drafter
         from paradraft.sources.load_plan import Checkpoint
+        from paradraft.sources.recorded import remember_drafter
+        from paradraft.sources.shipped import adapter_folder
         from paradraft.train.init.merging import base_of, merge
         from paradraft.train.init.vocabulary_size import drafts_in_one_pass
 
     use_threads(args.threads)
-    base = args.base or base_of(args.adapter)
+    adapter = adapter_folder(args.adapter)
+    base = args.base or base_of(adapter)
     if base is None:
-        raise ValueError(f"{str(args.adapter)!r} names no base model: give --base")
+        raise ValueError(f"{args.adapter!r} names no base model: give --base")
     with news(console(stderr=True), f"merging into {base}"):
-        merge(args.adapter, base, args.out)
+        merge(adapter, base, args.out)
     name, out = drafter_of(str(args.out)), shlex.quote(str(args.out))
     if args.target is not None and remember_drafter(args.target, args.out, name, None):
         print(f"paradraft chat --target {shlex.quote(args.target)} drafts with it from now on, without --drafter")

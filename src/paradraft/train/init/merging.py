@@ -18,6 +18,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.functional import normalize
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.errors import is_out_of_memory
@@ -35,6 +36,8 @@ FOLDER = "adapter"
 """Folder of the adapter, in that of the draft."""
 WEIGHTS, DRAFT = "adapter_model.safetensors", "draft.safetensors"
 NORM = "norm"
+CLOSE = 2e-2
+"""Relative difference of two norms of one model, each rounded to bfloat16, once before and once after a scaling."""
 SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 """Config keys in which a draft is like its base."""
 
@@ -166,7 +169,10 @@ def _make_draft(
     """Gives a base, in place, the rows, norm and config of a draft."""
     stored = load_file(adapter / DRAFT)
     resize(model, wanted.vocab_size, used_rows(tokenizer))
-    cast(Any, model.model).norm.weight.copy_(stored[NORM])
+    norm = cast(Any, model.model).norm.weight
+    if not torch.allclose(normalize(norm.float(), dim=0), normalize(stored[NORM].float(), dim=0), rtol=CLOSE, atol=0):
+        raise ValueError("its base has another final norm: name the model that it was trained on")
+    norm.copy_(stored[NORM])
     if D2T in stored:
         d2t = stored[D2T]
         vocab_map = VocabMap.stored(d2t, None, rows=len(d2t), vocabulary=wanted.vocab_size, name=str(adapter))
