@@ -7,7 +7,6 @@ take the same steps as a single one.
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import time
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from paradraft.data.samples import Sample
 from paradraft.formats.folder import CARD, put_in_place
+from paradraft.train.memory import give_back
 from paradraft.train.objectives.batch import TrainingBatch
 from paradraft.train.objectives.losses import row_weights
 from paradraft.train.optimizers import Optimizers
@@ -293,7 +293,7 @@ class Loop:
             raise ValueError(f"the held-out loss became {loss}: lower lr or muon_lr")
         self._save_drafter(done)
         decoded = None if self.acceptance is None else self.acceptance.of(self.checkpoints.drafter(done))
-        gc.collect()  # models refer to themselves, and the copies that were saved and measured take gigabytes
+        give_back()
         (decoded,) = broadcast_object_list([decoded])  # only the main process measures it
         length, by_position = (None, ()) if decoded is None else (decoded.length, decoded.by_position)
         score = Score(step=done, acceptance_length=length, held_out_loss=loss, by_position=by_position)
@@ -337,6 +337,7 @@ class Loop:
         weights = self.accelerator.get_state_dict(self.objective)
         if self.accelerator.is_main_process:
             self.prepared.trainee.save(self.checkpoints.drafter(done), weights)
+        give_back()
         self.accelerator.wait_for_everyone()
 
     def _tell(self, report: Report) -> None:
