@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -32,7 +32,7 @@ def config_in(folder: Path) -> dict[str, object]:
     return config
 
 
-@pytest.mark.parametrize("base", ["draft", "reduced", "in few bits"])
+@pytest.mark.parametrize("base", ["draft", "reduced", "its whole", "untied", "a pard draft"])
 @pytest.mark.parametrize("settings", [{}, {"previous_token_rank": 4, "draft_temperature": 0.8}], ids=str)
 def test_the_adapter_of_a_draft_becomes_the_draft(
     paradraft: Paradraft, family: Path, tmp_path: Path, base: str, settings: dict[str, object]
@@ -40,23 +40,40 @@ def test_the_adapter_of_a_draft_becomes_the_draft(
     """Guards drafts that are passed on as adapters: to the last bit what the training wrote, mask, rows, norm and
     previous-token head included, from a trimmed base and from the whole one."""
     whole, out = family / "draft", tmp_path / "out"
-    model = whole if base == "draft" else Path(reduced_folder(whole, tmp_path / "reduced", IDS))
-    teacher = {"teacher": str(family / "target")} if settings else {}
+    match base:
+        case "untied":
+            untied = tiny_model(1)
+            untied.config.tie_word_embeddings = False
+            untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.flip(0).contiguous())
+            untied.save_pretrained(whole := tmp_path / "untied")
+            tiny_tokenizer().save_pretrained(whole)
+        case "a pard draft":
+            first = recipe_for("pard", family, tmp_path / "first", k=3, distinct_masks=True)
+            train("pard", first)
+            whole = tmp_path / "first"
+            settings = settings or {"k": 1}
+    is_whole = base not in ("reduced", "its whole")
+    model = whole if is_whole else Path(reduced_folder(whole, tmp_path / "reduced", IDS))
+    teacher = {"teacher": str(family / "target")} if "draft_temperature" in settings else {}
     recipe = recipe_for(
-        "pard", family, out, model=str(model), k=4, lora={"rank": 2}, distinct_masks=True, **teacher, **settings
-    )
+        "pard", family, out, model=str(model), lora={"rank": 2},
+        **{"k": 4, "distinct_masks": base != "a pard draft"} | teacher | settings,
+    )  # fmt: skip
     train("pard", recipe)
-    named = [] if base == "draft" else ["--base", whole if base == "in few bits" else model]
+    named = [] if is_whole else ["--base", whole if base == "its whole" else model]
     found = paradraft("merge", out / FOLDER, "--out", tmp_path / "merged", *named)
-    assert found.code == 0 and "--drafter pard" in found.out and "as a model" not in found.out
+    assert found.code == 0, found.err
+    assert ("--drafter pard" in found.out) is ("as a model" not in found.out) is ("k" not in settings)
     trained, merged = (load_file(each / "model.safetensors") for each in (out, tmp_path / "merged"))
     assert trained.keys() == merged.keys()
     for name, weight in trained.items():
         assert torch.equal(weight, merged[name]), name
     assert config_in(out) == config_in(tmp_path / "merged")
     before = load_file(whole / "model.safetensors")
-    assert any(not torch.equal(weight, merged[name].float()) for name, weight in before.items() if "proj" in name)
-    if settings:
+    assert any(
+        not torch.equal(weight.float(), merged[name].float()) for name, weight in before.items() if "proj" in name
+    )
+    if teacher:
         heads = [(each / PREVIOUS_TOKEN_HEAD).read_bytes() for each in (out, tmp_path / "merged")]
         assert heads[0] == heads[1]
 
@@ -68,12 +85,17 @@ def test_it_is_the_default_of_its_target(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(recorded, "remember_drafter", remember_drafter)
     train("pard", recipe_for("pard", family, tmp_path / "out", k=3, lora={"rank": 2}))
-    found = paradraft(
-        "merge", tmp_path / "out" / FOLDER, "--out", tmp_path / "merged", "--target", family / "target"
-    )  # fmt: skip
+    asked = ["merge", tmp_path / "out" / FOLDER, "--out", tmp_path / "merged", "--target"]
+    gguf_files.tiny_model("qwen2").save_pretrained(tmp_path / "other")
+    gguf_files.tiny_tokenizer().save_pretrained(tmp_path / "other")
+    assert_mistake(paradraft(*asked, tmp_path / "other"), "use one of the same family")
+    assert_mistake(paradraft(*asked, "gone"), "unknown model 'gone'")
+    assert_mistake(paradraft(*asked, "pocket"), "it always drafts with its own")
+    assert not (tmp_path / "merged").exists()
+    found = paradraft(*asked, family / "target")
     assert found.code == 0 and "drafts with it from now on" in found.out
     chosen = automatic(str(family / "target"), Speculation(drafter="auto"))
-    assert chosen.draft == str(tmp_path / "merged") and "pard" in chosen.drafter
+    assert chosen.draft == str(tmp_path / "merged") and "pard" in chosen.drafter and chosen.k == 3
 
 
 def test_a_shipped_adapter_is_named_to_whoever_can_use_it(
@@ -136,6 +158,49 @@ def test_a_fine_tune_becomes_a_model(paradraft: Paradraft, family: Path, tuned: 
     assert answered.code == 0
 
 
+@pytest.mark.parametrize("kind", ["head", "embedding", "more tokens", "trimmed base", "weights of few bits"])
+def test_a_fine_tune_of_another_kind(paradraft: Paradraft, family: Path, tmp_path: Path, kind: str) -> None:
+    """Guards adapters of a head that is the embedding too, of added tokens, and bases that are not plain folders."""
+    base = tmp_path / "base"
+    tokenizer = gguf_files.tiny_tokenizer()
+    model = gguf_files.tiny_model("qwen2")
+    model.save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    targets = {"head": ["q_proj", "lm_head"], "embedding": ["q_proj", "embed_tokens"]}.get(kind, ["q_proj", "v_proj"])
+    if kind == "more tokens":
+        tokenizer.add_tokens(["<new>"])
+        tokenizer.chat_template = "{{ 'of the tune' }}"
+        model.resize_token_embeddings(len(model.get_input_embeddings().weight) + 3)
+        tokenizer.save_pretrained(tmp_path / "adapter")
+    torch.manual_seed(1)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+    tuned = get_peft_model(model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    tuned.save_pretrained(tmp_path / "adapter", save_embedding_layers=kind == "more tokens")
+    with torch.no_grad():
+        wanted = tuned.eval()(ids).logits
+    if kind == "weights of few bits":
+        gguf_files.write_gguf(tmp_path / "base.gguf", gguf_files.tiny_model("qwen2"))
+        base = tmp_path / "base.gguf"
+    if kind == "trimmed base":
+        base = Path(reduced_folder(base, tmp_path / "reduced", IDS))
+        wanted = wanted[:, :, IDS]
+    found = paradraft("merge", tmp_path / "adapter", "--base", base, "--out", tmp_path / "merged")
+    assert found.code == 0, found.err
+    weights = load_file(tmp_path / "merged" / "model.safetensors")
+    if kind == "trimmed base":
+        assert (weights["d2t"] + torch.arange(len(IDS))).tolist() == IDS
+        return
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        differences = [(logits - wanted).abs().max() for logits in (merged(ids).logits, before)]
+    assert 10 * differences[0] < differences[1]
+    assert ("lm_head.weight" in weights) is (kind in ("head", "embedding"))
+    if kind == "more tokens":
+        assert "of the tune" in (tmp_path / "merged" / "chat_template.jinja").read_text(encoding="utf-8")
+
+
 def test_mistakes(paradraft: Paradraft, family: Path, tuned: Path, tmp_path: Path) -> None:
     """Guards users: one line, and no folder is left behind."""
     out = ["--out", tmp_path / "merged"]
@@ -149,8 +214,16 @@ def test_mistakes(paradraft: Paradraft, family: Path, tuned: Path, tmp_path: Pat
     for other in others:
         assert_mistake(paradraft("merge", tuned, *out, "--base", other), "its layers are not those of")
     assert_mistake(paradraft("generate", "--target", tuned, "--prompt", "a"), "is an adapter: `paradraft merge")
+    assert_mistake(paradraft("merge", tuned, "--out", "pocket"), "is the name of a model")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(family / "target")
+    get_peft_model(model, PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")).save_pretrained(
+        tmp_path / "prompts"
+    )
+    assert_mistake(paradraft("merge", tmp_path / "prompts", *out), "has no weights to merge")
     train("pard", recipe_for("pard", family, tmp_path / "out", k=3, lora={"rank": 2}))
     adapter = tmp_path / "out" / FOLDER
+    assert_mistake(paradraft("merge", tmp_path / "out", *out), f"name {str(adapter)!r}")
     for other in others:
         assert_mistake(paradraft("merge", adapter, *out, "--base", other), "the adapter was trained on a model whose")
     renormed = tiny_model(1)
@@ -167,6 +240,17 @@ def test_mistakes(paradraft: Paradraft, family: Path, tuned: Path, tmp_path: Pat
     (tmp_path / "damaged" / "adapter_config.json").write_text("[]", encoding="utf-8")
     assert_mistake(paradraft("merge", tmp_path / "damaged", *out), "is no adapter")
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    (tmp_path / "damaged" / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
-    assert_mistake(paradraft("merge", tmp_path / "damaged", *out), "names no base model: give --base")
+    for base, said in (
+        (None, "names no base model: give --base"),
+        (5, "base_model_name_or_path in its adapter_config.json is 5"),
+        ("gone", "--base names the model that the adapter was trained on"),
+    ):
+        (tmp_path / "damaged" / "adapter_config.json").write_text(
+            json.dumps(config | {"base_model_name_or_path": base})
+        )
+        assert_mistake(paradraft("merge", tmp_path / "damaged", *out), said)
+    (tmp_path / "damaged" / WEIGHTS).unlink()
+    assert_mistake(paradraft("merge", tmp_path / "damaged", *out), "save it as safetensors")
+    with pytest.raises(ValueError, match="the output head is the embedding here"):
+        train("pard", recipe_for("pard", family, tmp_path / "tied", k=3, lora={"targets": ["q_proj", "lm_head"]}))
     assert not (tmp_path / "merged").exists()

@@ -63,7 +63,11 @@ def automatic(target: str, speculation: Speculation, *, has_grammars: bool = Fal
         drafter = f"{FORCED}{PLUS}{drafter}" if has_grammars else drafter
         uses = ", uses the table recorded for this one" if table is not None else ""
         hint = hint_for(target)
-        shipped = "" if hint is None else f"; a draft that was trained for this model is shipped: {hint}"
+        shipped = (
+            ""
+            if hint is None
+            else f"; a draft that was trained for it, or for what it is tuned from, is shipped: {hint}"
+        )
         why = f"needs no draft model{uses}, and drafts where that pays{shipped}"
     return replace(speculation, drafter=drafter, draft=draft, k=k, reason=f"drafter {drafter}: it {why}")
 

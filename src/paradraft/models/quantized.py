@@ -242,10 +242,13 @@ def as_numbers(weight: Tensor) -> Tensor:
 @torch.no_grad()
 def dequantize(model: nn.Module, dtype: torch.dtype) -> None:
     """Replaces all quantized weights by numbers, in place; all weights then have this dtype."""
+    numbers: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
             if isinstance(weight, QuantizedTensor):
-                setattr(module, name, nn.Parameter(numbers_of(weight.parts, weight.group).to(dtype)))
+                if id(weight) not in numbers:  # a head may be the embedding
+                    numbers[id(weight)] = nn.Parameter(numbers_of(weight.parts, weight.group).to(dtype))
+                setattr(module, name, numbers[id(weight)])
     model.to(dtype)
 
 

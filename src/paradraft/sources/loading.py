@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import warnings
 from collections.abc import Iterable
 from copy import deepcopy
@@ -69,7 +70,8 @@ def locate(name: str, role: str) -> str:
     elif is_gguf(name):
         read_gguf(name)
     elif (Path(name) / ADAPTER_CONFIG).is_file():
-        raise ValueError(f"{name!r} is an adapter: `paradraft merge {name} --out FOLDER` makes a model of it")
+        command = shlex.join(["paradraft", "merge", name, "--out", "FOLDER"])
+        raise ValueError(f"{name!r} is an adapter: `{command}` makes a model of it")
     elif not (Path(name) / "config.json").is_file():
         if (Path(name) / "checkpoint").is_dir():
             raise ValueError(f"{name!r} is of a training that has not ended: the same `paradraft train` goes on")

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from paradraft.formats.folder import ADAPTER_CONFIG
 from paradraft.formats.gguf import is_gguf, read_gguf
 from paradraft.sources.gguf_config import numbers_of
 from paradraft.sources.recorded import path_of
@@ -73,8 +74,8 @@ def _final_norm(path: Path) -> Tensor | None:
 
 def adapter_folder(name: str) -> Path:
     """The folder of a shipped adapter by its name, else the folder of this name."""
-    shipped = shipped_folder() / name
-    return shipped if (shipped / FILE).is_file() and not Path(name).is_dir() else Path(name)
+    shipped, mine = shipped_folder() / name, Path(name)
+    return shipped if (shipped / FILE).is_file() and not (mine / ADAPTER_CONFIG).is_file() else mine
 
 
 def hint_for(target: str) -> str | None:

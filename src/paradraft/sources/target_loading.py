@@ -27,15 +27,17 @@ from paradraft.models.names import is_shape
 from paradraft.models.quantization import bits_of, quantize
 from paradraft.models.quantized import GROUP
 from paradraft.models.runtime import QUANTIZED, STORED, Runtime
-from paradraft.models.target import Target
+from paradraft.models.target import Target, TargetFacts
 from paradraft.sources import gguf_model
 from paradraft.sources.gguf_tokenizer import named_ends_of
 from paradraft.sources.load_plan import BY_MODEL, Checkpoint, LoadPlan, plan_of
 from paradraft.sources.loading import (
+    load_config,
     load_generation_config,
     load_model,
     load_shard,
     load_skeleton,
+    load_tokenizer,
     room,
     tokenizer_for,
     tokens_of,
@@ -81,6 +83,20 @@ def load_planned(plan: LoadPlan) -> Target:
     target = Target(lm, tokenizer, _named_ends(folder, lm.model, tokenizer))
     _apply_generation_config(lm.model, target, name)
     return target
+
+
+def facts_of(folder: str) -> TargetFacts:
+    """What a draft model must fit of a target, without its weights; the capacity is 0, which all fit.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    config = load_config(folder)
+    tokenizer = load_tokenizer(folder, config)
+    return TargetFacts(
+        tokenizer=tokenizer, vocab_size=tokens_of(config, tokenizer), capacity=0,
+        eos_ids=end_ids(load_generation_config(folder, config)),
+    )  # fmt: skip
 
 
 def _named_ends(folder: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

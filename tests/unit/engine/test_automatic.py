@@ -252,3 +252,13 @@ def test_a_benchmark_names_what_auto_takes(family: Path, methods: str, specs: li
         runtime=Runtime(),
     )  # fmt: skip
     assert [spec for spec, _ in args.specs] == specs
+
+
+def test_a_benchmark_names_the_setting_that_auto_lacks(family: Path) -> None:
+    """Guards users who never typed the drafter that "auto" is."""
+    args = BenchArgs(
+        target=str(family / "target"), methods="auto:wrong=3", speculation=Speculation(), sampling=GREEDY,
+        runtime=Runtime(),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"method 'auto:wrong=3': 'wrong' is no setting of auto"):
+        _ = args.specs

@@ -132,9 +132,12 @@ class BenchArgs:
         if name != AUTO:
             return spec, self.speculation
         with importing():
+            from paradraft.bench.spec import SETTINGS
             from paradraft.engine.automatic import automatic
 
         named = dict(each.partition("=")[::2] for each in settings)
+        if unknown := sorted({*named} - {*SETTINGS}):
+            raise ValueError(f"method {spec!r}: {unknown[0]!r} is no setting of auto: use {', '.join(SETTINGS)}")
         wanted: dict[str, Any] = {key: named[key] for key in ("draft", "verify") if key in named}
         wanted |= {"k": int(named["k"])} if named.get("k", "").isdigit() else {}
         wanted |= {"tree": Tree(budget=int(named["tree"]))} if named.get("tree", "").isdigit() else {}

@@ -14,6 +14,7 @@ from paradraft.cli.importing import importing
 from paradraft.cli.options import option, with_options
 from paradraft.cli.terminal import console, news
 from paradraft.cli.values import use_threads
+from paradraft.models.names import POCKET
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,25 +49,41 @@ def merge(*, args: MergeArgs) -> None:
     writes beside it, becomes that draft.
     """
     with importing():
+        from paradraft.drafters.parts.draft_loading import check_draft
         from paradraft.engine.automatic import drafter_of
+        from paradraft.formats.pard import TRAINED_K
         from paradraft.sources.load_plan import Checkpoint
+        from paradraft.sources.loading import load_config, locate
         from paradraft.sources.recorded import remember_drafter
         from paradraft.sources.shipped import adapter_folder
+        from paradraft.sources.target_loading import facts_of
         from paradraft.train.init.merging import base_of, merge
         from paradraft.train.init.vocabulary_size import drafts_in_one_pass
 
     use_threads(args.threads)
     adapter = adapter_folder(args.adapter)
-    base = args.base or base_of(adapter)
+    named = base_of(adapter)
+    base = args.base or named
     if base is None:
         raise ValueError(f"{args.adapter!r} names no base model: give --base")
+    try:
+        folder = locate(base, "draft")
+    except ValueError as error:
+        raise ValueError(f"{error}; --base names the model that the adapter was trained on") from None
+    if args.target is not None:
+        if args.target == POCKET:
+            raise ValueError(f"--target {POCKET}: it always drafts with its own: name another, or leave it out")
+        check_draft(folder, load_config(folder), facts_of(locate(args.target, "target")))
     with news(console(stderr=True), f"merging into {base}"):
         merge(adapter, base, args.out)
+    draft = Checkpoint.at(str(args.out))
     name, out = drafter_of(str(args.out)), shlex.quote(str(args.out))
-    if args.target is not None and remember_drafter(args.target, args.out, name, None):
+    if args.target is not None and remember_drafter(
+        args.target, args.out, name, getattr(draft.config, TRAINED_K, None)
+    ):
         print(f"paradraft chat --target {shlex.quote(args.target)} drafts with it from now on, without --drafter")
         return
     as_draft = f"--target {shlex.quote(args.target or 'TARGET')} --drafter {name} --draft {out}"
     print(f"as a draft: paradraft chat {as_draft}")
-    if not drafts_in_one_pass(Checkpoint.at(str(args.out))):
+    if not drafts_in_one_pass(draft):
         print(f"as a model: paradraft chat --target {out}")

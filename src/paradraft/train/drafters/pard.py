@@ -16,7 +16,7 @@ from paradraft.data.samples import Sample
 from paradraft.drafters.parts.draft_loading import load_draft_lm
 from paradraft.drafters.parts.previous_token import PreviousTokenHead, load_head, new_head, stored_head
 from paradraft.formats.folder import save_model
-from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, TRAINED_LENGTH, check_ends_nothing, forget_masks
+from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, TRAINED_K, TRAINED_LENGTH, check_ends_nothing, forget_masks
 from paradraft.formats.vocab_map import VocabMap
 from paradraft.models.architectures import context_of, spec_of
 from paradraft.models.forward import FINAL_NORM
@@ -107,6 +107,7 @@ def _ready(
         masks = range(0)
         forget_masks(model.config)  # a PARD model trained without masks becomes an ordinary draft
     setattr(model.config, TRAINED_LENGTH, recipe.max_length)
+    setattr(model.config, TRAINED_K, recipe.k)
     adapted = None if recipe.lora is None else with_adapters(model, recipe.lora, list(masks), seed=recipe.seed)
     recipe.set_up_passes(model, on_gpu=on_gpu)
     return InitialDrafter(model=model, adapted=adapted, masks=masks, previous=previous, vocab_map=vocab_map)

@@ -16,6 +16,8 @@ from paradraft.formats.pard import check_ends_nothing, declare_masks, declared_m
 from paradraft.text.tokenization import text_of
 from paradraft.text.vocabulary import end_ids, free_id, resize, role_ids, set_to_mean, unsaid_id, used_rows
 
+EMBEDDINGS = ("embed_tokens", "lm_head")
+
 
 class Lora(BaseModel):
     """Low-rank adapters in place of full training (Hu et al. 2021); merged into the weights at the end."""
@@ -41,6 +43,10 @@ def with_adapters(model: PreTrainedModel, lora: Lora, masks: list[int], *, seed:
     Raises:
         ValueError: the model has no layers of these names.
     """
+    if model.config.tie_word_embeddings and any(name in lora.targets for name in EMBEDDINGS):
+        raise ValueError(
+            f"lora: the output head is the embedding here: leave {' and '.join(EMBEDDINGS)} out of targets"
+        )
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -52,7 +58,7 @@ def with_adapters(model: PreTrainedModel, lora: Lora, masks: list[int], *, seed:
         with torch.random.fork_rng(), without_deprecations():
             torch.manual_seed(seed)
             return cast(PeftModel, get_peft_model(model, config))
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"lora: {str(error).splitlines()[0]}") from None
 
 

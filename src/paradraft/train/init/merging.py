@@ -1,9 +1,8 @@
 """Low-rank adapters in files: those of a trained PARD draft beside it, and any that PEFT has written, merged into their
 base (Hu et al. 2021, section 4.1).
 
-The adapter of a draft is 1/50 of its weights or less. Its folder has PEFT's two files, which any program reads, and
-what makes the merged model a draft: its `config.json`, the norm, the ids of a trimmed head's rows, and the
-previous-token head.
+The adapter of a draft is 1/50 of its weights or less. Its folder has PEFT's two files, and what makes the merged model
+a draft: its `config.json`, the norm, the ids of a trimmed head's rows, and the previous-token head.
 """
 
 from __future__ import annotations
@@ -17,20 +16,30 @@ from typing import Any, cast
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.errors import is_out_of_memory
 from paradraft.formats.folder import ADAPTER_CONFIG, check_free, save_model
-from paradraft.formats.pard import CONFIG_KEYS, PREVIOUS_TOKEN_HEAD, TRAINED_LENGTH
+from paradraft.formats.pard import (
+    CONFIG_KEYS,
+    PREVIOUS_TOKEN_HEAD,
+    RANK,
+    TRAINED_K,
+    TRAINED_LENGTH,
+    declared_mask_id,
+    forget_masks,
+)
 from paradraft.formats.vocab_map import D2T, VocabMap
+from paradraft.models.architectures import spec_of
+from paradraft.models.names import POCKET, is_shape
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import load_config, load_numbers, load_tokenizer, locate
 from paradraft.sources.loading_errors import loading_of
 from paradraft.sources.reduced_head import cut_head, reduced_head, store_map
-from paradraft.text.vocabulary import resize, used_rows
-from paradraft.train.init.adaptation import without_deprecations
+from paradraft.text.vocabulary import resize, set_to_mean, used_rows
+from paradraft.train.init.adaptation import EMBEDDINGS, without_deprecations
 
 FOLDER = "adapter"
 """Folder of the adapter, in that of the draft."""
@@ -38,7 +47,10 @@ WEIGHTS, DRAFT = "adapter_model.safetensors", "draft.safetensors"
 NORM = "norm"
 CLOSE = 2e-2
 """Relative difference of two norms of one model, each rounded to bfloat16, once before and once after a scaling."""
-SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SHAPE = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim",
+)  # fmt: skip
 """Config keys in which a draft is like its base."""
 
 
@@ -67,7 +79,8 @@ class Adapter:
             if weight.requires_grad:
                 weight.copy_(weight.bfloat16())
         weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        config = adapted.peft_config["default"].to_dict() | {"base_model_name_or_path": base, "inference_mode": True}
+        name = str(Path(base).resolve()) if Path(base).exists() else base
+        config = adapted.peft_config["default"].to_dict() | {"base_model_name_or_path": name, "inference_mode": True}
         return cls(weights={name: weight.bfloat16() for name, weight in weights.items()}, config=config)
 
     def files(
@@ -93,13 +106,21 @@ def base_of(adapter: Path) -> str | None:
     """The name of an adapter's base model, if its config has one.
 
     Raises:
-        ValueError: it is no adapter.
+        ValueError: it is no adapter that can be merged.
     """
     try:
         config = json.loads((adapter / ADAPTER_CONFIG).read_bytes())
-        return config.get("base_model_name_or_path") or None
+        base = config.get("base_model_name_or_path") or None
     except (OSError, ValueError, AttributeError):
-        raise ValueError(f"{str(adapter)!r} is no adapter: it has no {ADAPTER_CONFIG} that can be read") from None
+        within = adapter / FOLDER
+        hint = f": name {str(within)!r}" if (within / ADAPTER_CONFIG).is_file() else ""
+        raise ValueError(f"{str(adapter)!r} is no adapter: it has no {ADAPTER_CONFIG} that can be read{hint}") from None
+    if not isinstance(base, str | None) or config.get("layer_replication"):
+        wrong = "layer_replication" if isinstance(base, str | None) else "base_model_name_or_path"
+        raise ValueError(f"{str(adapter)!r} cannot be merged: {wrong} in its {ADAPTER_CONFIG} is {config[wrong]!r}")
+    if not (adapter / WEIGHTS).is_file():
+        raise ValueError(f"{str(adapter)!r} has no {WEIGHTS}: save it as safetensors")
+    return base
 
 
 def merge(adapter: Path, base: str, out: Path) -> None:
@@ -113,24 +134,30 @@ def merge(adapter: Path, base: str, out: Path) -> None:
     Raises:
         ValueError: one of them cannot be loaded, they do not fit, or `out` is not empty.
     """
+    if str(out) == POCKET or is_shape(str(out)):
+        raise ValueError(f"{str(out)!r} is the name of a model: choose another folder, such as ./{out}-merged")
     check_free(out)
     folder = locate(base, "draft")
-    config, tokenizer = load_config(folder), load_tokenizer(folder)
-    head = reduced_head(folder, config)
-    wanted = load_config(str(adapter)) if (adapter / "config.json").is_file() else None
+    config, head = load_config(folder), reduced_head(folder, load_config(folder))
+    wanted = load_config(str(adapter)) if (adapter / DRAFT).is_file() else None
     if wanted is not None:
         _check_shape(wanted, config, base)
-    # Sums are rounded once, to bfloat16, also where the base is in it, because adapters are added in float32.
+    own_tokens = wanted is None and (adapter / "tokenizer_config.json").is_file()
+    tokenizer = load_tokenizer(str(adapter) if own_tokens else folder, config)
+    # Adapters are added in float32, so sums are rounded once, also where the base is in bfloat16.
     dtype = "bfloat16" if config.dtype == torch.bfloat16 else "float32"
     model = load_numbers(folder, Runtime(device="cpu", dtype=dtype), head=head)
     rows = None if head is None else head.vocab_map
     with loading_of(f"adapter {str(adapter)!r}"), without_deprecations():
+        stored = load_file(adapter / WEIGHTS)
         if wanted is not None:
             _make_draft(model, adapter, wanted, rows, tokenizer)
-        adapted = _adapted(model, adapter, base)
-        merged = cast(PreTrainedModel, cast(Any, adapted).merge_and_unload())
+        else:
+            _make_room(model, stored, rows, tokenizer)
+        merged = _merged(model, adapter, stored, base)
         previous = adapter / PREVIOUS_TOKEN_HEAD
-        beside = {PREVIOUS_TOKEN_HEAD: load_file(previous)} if previous.is_file() else {}
+        has_previous = getattr(wanted, RANK, None) is not None
+        beside = {PREVIOUS_TOKEN_HEAD: load_file(previous)} if has_previous else {}
     save_model(out, merged.to(torch.bfloat16).eval(), tokenizer, beside)
 
 
@@ -142,9 +169,25 @@ def _check_shape(wanted: PretrainedConfig, config: PretrainedConfig, base: str) 
             )
 
 
-def _adapted(model: PreTrainedModel, adapter: Path, base: str) -> PeftModel:
+def _make_room(
+    model: PreTrainedModel, stored: Mapping[str, Tensor], rows: VocabMap | None, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Prepares a base, in place: for added tokens, and for an adapter of a head that is the embedding too."""
+    if rows is not None:
+        store_map(model, rows)
+    whole = [len(weight) for name, weight in stored.items() if "embed_tokens" in name and "lora_" not in name]
+    if whole:
+        resize(model, whole[0], used_rows(tokenizer))
+    if model.config.tie_word_embeddings and any(
+        "lora_" in name and part in name for name in stored for part in EMBEDDINGS
+    ):
+        head = model.get_output_embeddings()
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        model.config.tie_word_embeddings = False
+
+
+def _merged(model: PreTrainedModel, adapter: Path, stored: Mapping[str, Tensor], base: str) -> PreTrainedModel:
     """The base with its adapters, each in its layer; peft ignores those without one."""
-    stored = load_file(adapter / WEIGHTS)
     try:
         adapted = PeftModel.from_pretrained(model, adapter)
         own = get_peft_model_state_dict(adapted, save_embedding_layers=False)
@@ -155,7 +198,11 @@ def _adapted(model: PreTrainedModel, adapter: Path, base: str) -> PeftModel:
         fits = False
     if not fits:
         raise ValueError(f"its layers are not those of {base!r}: name the model that it was trained on")
-    return adapted
+    if adapted.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"{adapted.active_peft_config.peft_type.value} is read before each text: it has no weights to merge"
+        )
+    return cast(PreTrainedModel, cast(Any, adapted).merge_and_unload())
 
 
 @torch.no_grad()
@@ -167,12 +214,15 @@ def _make_draft(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Gives a base, in place, the rows, norm and config of a draft."""
-    stored = load_file(adapter / DRAFT)
-    resize(model, wanted.vocab_size, used_rows(tokenizer))
-    norm = cast(Any, model.model).norm.weight
-    if not torch.allclose(normalize(norm.float(), dim=0), normalize(stored[NORM].float(), dim=0), rtol=CLOSE, atol=0):
+    stored, used = load_file(adapter / DRAFT), used_rows(tokenizer)
+    resize(model, wanted.vocab_size, used)
+    norm, offset = cast(Any, model.model).norm.weight, spec_of(model.config).norm_offset
+    own, trained = (normalize(each.float() + offset, dim=0) for each in (norm, stored[NORM]))
+    if not torch.allclose(own, trained, rtol=CLOSE, atol=CLOSE**2):
         raise ValueError("its base has another final norm: name the model that it was trained on")
     norm.copy_(stored[NORM])
+    if rows is not None and D2T not in stored:
+        raise ValueError("its base is trimmed, and it was trained on the whole one: name that")
     if D2T in stored:
         d2t = stored[D2T]
         vocab_map = VocabMap.stored(d2t, None, rows=len(d2t), vocabulary=wanted.vocab_size, name=str(adapter))
@@ -182,6 +232,10 @@ def _make_draft(
             raise ValueError("the rows of its output head are other ones than those of its trimmed base")
         else:
             store_map(model, vocab_map)
-    for key in (*CONFIG_KEYS, TRAINED_LENGTH):
+    first, masks = declared_mask_id(wanted), getattr(wanted, "pard_masks", 1)
+    if first is not None and first != declared_mask_id(model.config):
+        set_to_mean(model, slice(first, first + masks), used)
+    forget_masks(model.config)
+    for key in (*CONFIG_KEYS, TRAINED_LENGTH, TRAINED_K):
         if (value := getattr(wanted, key, None)) is not None:
             setattr(model.config, key, value)
