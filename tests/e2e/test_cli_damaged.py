@@ -179,7 +179,8 @@ def test_no_load_trusts_the_code_of_a_folder() -> None:
         if isinstance(call, ast.Call)
         and isinstance(call.func, ast.Attribute)
         and call.func.attr in ("from_pretrained", "from_config")
-        and not (isinstance(call.func.value, ast.Name) and call.func.value.id == "GenerationConfig")  # it has no code
+        # These have no code; adapters are read as safetensors.
+        and not (isinstance(call.func.value, ast.Name) and call.func.value.id in ("GenerationConfig", "PeftModel"))
     ]
     assert len(calls) > 8
     for call in calls:
