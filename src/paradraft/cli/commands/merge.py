@@ -22,10 +22,7 @@ class MergeArgs:
     """Options of `paradraft merge`."""
 
     adapter: Annotated[
-        str,
-        typer.Argument(
-            metavar="ADAPTER", help="A folder that PEFT wrote, the adapter/ of a trained draft, or one that is shipped."
-        ),
+        Path, typer.Argument(metavar="ADAPTER", help="A folder that PEFT wrote, or the adapter/ of a trained draft.")
     ]
     out: Annotated[Path, option("The folder to write; it must be empty or not exist.")]
     base: Annotated[
@@ -55,17 +52,15 @@ def merge(*, args: MergeArgs) -> None:
         from paradraft.sources.load_plan import Checkpoint
         from paradraft.sources.loading import load_config, locate
         from paradraft.sources.recorded import remember_drafter
-        from paradraft.sources.shipped import adapter_folder
         from paradraft.sources.target_loading import facts_of
         from paradraft.train.init.merging import base_of, merge
         from paradraft.train.init.vocabulary_size import drafts_in_one_pass
 
     use_threads(args.threads)
-    adapter = adapter_folder(args.adapter)
-    named = base_of(adapter)
+    named = base_of(args.adapter)
     base = args.base or named
     if base is None:
-        raise ValueError(f"{args.adapter!r} names no base model: give --base")
+        raise ValueError(f"{str(args.adapter)!r} names no base model: give --base")
     try:
         folder = locate(base, "draft")
     except ValueError as error:
@@ -75,7 +70,7 @@ def merge(*, args: MergeArgs) -> None:
             raise ValueError(f"--target {POCKET}: it always drafts with its own: name another, or leave it out")
         check_draft(folder, load_config(folder), facts_of(locate(args.target, "target")))
     with news(console(stderr=True), f"merging into {base}"):
-        merge(adapter, base, args.out)
+        merge(args.adapter, base, args.out)
     draft = Checkpoint.at(str(args.out))
     name, out = drafter_of(str(args.out)), shlex.quote(str(args.out))
     if args.target is not None and remember_drafter(
