@@ -32,12 +32,10 @@ from paradraft.sources import gguf_model
 from paradraft.sources.gguf_tokenizer import named_ends_of
 from paradraft.sources.load_plan import BY_MODEL, Checkpoint, LoadPlan, plan_of
 from paradraft.sources.loading import (
-    load_config,
     load_generation_config,
     load_model,
     load_shard,
     load_skeleton,
-    load_tokenizer,
     room,
     tokenizer_for,
     tokens_of,
@@ -85,17 +83,12 @@ def load_planned(plan: LoadPlan) -> Target:
     return target
 
 
-def facts_of(folder: str) -> TargetFacts:
-    """What a draft model must fit of a target, without its weights; the capacity is 0, which all fit.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    config = load_config(folder)
-    tokenizer = load_tokenizer(folder, config)
+def facts_of(target: Checkpoint) -> TargetFacts:
+    """What a draft model must fit of a target, without its weights; the capacity is 0, which all fit."""
+    tokenizer = tokenizer_for(target.folder, None, target.config)
     return TargetFacts(
-        tokenizer=tokenizer, vocab_size=tokens_of(config, tokenizer), capacity=0,
-        eos_ids=end_ids(load_generation_config(folder, config)),
+        tokenizer=tokenizer, vocab_size=tokens_of(target.config, tokenizer), capacity=0,
+        eos_ids=end_ids(load_generation_config(target.folder, target.config)),
     )  # fmt: skip
 
 

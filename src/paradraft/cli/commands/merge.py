@@ -50,7 +50,6 @@ def merge(*, args: MergeArgs) -> None:
         from paradraft.engine.automatic import drafter_of
         from paradraft.formats.pard import TRAINED_K
         from paradraft.sources.load_plan import Checkpoint
-        from paradraft.sources.loading import load_config, locate
         from paradraft.sources.recorded import remember_drafter
         from paradraft.sources.target_loading import facts_of
         from paradraft.train.init.merging import base_of, merge
@@ -58,27 +57,25 @@ def merge(*, args: MergeArgs) -> None:
 
     use_threads(args.threads)
     named = base_of(args.adapter)
-    base = args.base or named
-    if base is None:
+    if (name := args.base or named) is None:
         raise ValueError(f"{str(args.adapter)!r} names no base model: give --base")
     try:
-        folder = locate(base, "draft")
+        base = Checkpoint.find(name, "draft")
     except ValueError as error:
         raise ValueError(f"{error}; --base names the model that the adapter was trained on") from None
     if args.target is not None:
         if args.target == POCKET:
             raise ValueError(f"--target {POCKET}: it always drafts with its own: name another, or leave it out")
-        check_draft(folder, load_config(folder), facts_of(locate(args.target, "target")))
-    with news(console(stderr=True), f"merging into {base}"):
+        check_draft(base, facts_of(Checkpoint.find(args.target)))
+    with news(console(stderr=True), f"merging into {name}"):
         merge(args.adapter, base, args.out)
     draft = Checkpoint.at(str(args.out))
-    name, out = drafter_of(str(args.out)), shlex.quote(str(args.out))
-    if args.target is not None and remember_drafter(
-        args.target, args.out, name, getattr(draft.config, TRAINED_K, None)
-    ):
+    drafter, out = drafter_of(str(args.out)), shlex.quote(str(args.out))
+    k = getattr(draft.config, TRAINED_K, None)
+    if args.target is not None and remember_drafter(args.target, args.out, drafter, k):
         print(f"paradraft chat --target {shlex.quote(args.target)} drafts with it from now on, without --drafter")
         return
-    as_draft = f"--target {shlex.quote(args.target or 'TARGET')} --drafter {name} --draft {out}"
+    as_draft = f"--target {shlex.quote(args.target or 'TARGET')} --drafter {drafter} --draft {out}"
     print(f"as a draft: paradraft chat {as_draft}")
     if not drafts_in_one_pass(draft):
         print(f"as a model: paradraft chat --target {out}")

@@ -25,14 +25,14 @@ def load_draft_lm(folder: str, target: Target | TargetFacts, runtime: Runtime, *
         ValueError: its tokens or its capacity do not fit the target's, or it cannot run like this.
     """
     draft = Checkpoint.at(folder)
-    check_draft(folder, draft.config, target)
+    check_draft(draft, target)
     return load_lm(draft_plan(draft, runtime, width=width, capacity=target.capacity), target.vocab_size)
 
 
-def check_draft(folder: str, config: PretrainedConfig, target: Target | TargetFacts) -> None:
+def check_draft(draft: Checkpoint, target: Target | TargetFacts) -> None:
     """Raises ValueError if a draft model's tokens or its capacity do not fit the target's."""
-    check_draft_config(folder, config, vocab_size=target.vocab_size, capacity=target.capacity)
-    _check_draft_tokens(folder, target)
+    check_draft_config(draft.folder, draft.config, vocab_size=target.vocab_size, capacity=target.capacity)
+    _check_draft_tokens(draft.folder, target)
 
 
 def _check_draft_tokens(folder: str, target: Target | TargetFacts) -> None:

@@ -17,6 +17,7 @@ from paradraft.text.tokenization import text_of
 from paradraft.text.vocabulary import end_ids, free_id, resize, role_ids, set_to_mean, unsaid_id, used_rows
 
 EMBEDDINGS = ("embed_tokens", "lm_head")
+"""Names of the embedding and of the output head, which are one matrix in a tied model."""
 
 
 class Lora(BaseModel):

@@ -33,11 +33,12 @@ from paradraft.formats.pard import (
 )
 from paradraft.formats.vocab_map import D2T, VocabMap
 from paradraft.models.architectures import spec_of
-from paradraft.models.names import POCKET, is_shape
+from paradraft.models.names import POCKET, check_has_weights, is_shape
 from paradraft.models.runtime import Runtime
-from paradraft.sources.loading import load_config, load_numbers, load_tokenizer, locate
+from paradraft.sources.load_plan import Checkpoint
+from paradraft.sources.loading import load_config, load_numbers, load_tokenizer
 from paradraft.sources.loading_errors import loading_of
-from paradraft.sources.reduced_head import cut_head, reduced_head, store_map
+from paradraft.sources.reduced_head import cut_head, store_map
 from paradraft.text.vocabulary import resize, set_to_mean, used_rows
 from paradraft.train.init.adaptation import EMBEDDINGS, without_deprecations
 
@@ -97,9 +98,10 @@ class Adapter:
         tensors = {WEIGHTS: self.weights, DRAFT: own, **beside}
         config = json.dumps(self.config, indent=2, sort_keys=True, default=sorted)
         texts = {ADAPTER_CONFIG: config, "config.json": draft.config.to_json_string()}
-        return {f"{FOLDER}/{name}": each for name, each in tensors.items()}, {
-            f"{FOLDER}/{name}": text for name, text in texts.items()
-        }
+        return (
+            {f"{FOLDER}/{name}": each for name, each in tensors.items()},
+            {f"{FOLDER}/{name}": text for name, text in texts.items()},
+        )
 
 
 def base_of(adapter: Path) -> str | None:
@@ -123,7 +125,7 @@ def base_of(adapter: Path) -> str | None:
     return base
 
 
-def merge(adapter: Path, base: str, out: Path) -> None:
+def merge(adapter: Path, base: Checkpoint, out: Path) -> None:
     """Writes the model that an adapter makes of its base, in bfloat16.
 
     Args:
@@ -137,35 +139,33 @@ def merge(adapter: Path, base: str, out: Path) -> None:
     if str(out) == POCKET or is_shape(str(out)):
         raise ValueError(f"{str(out)!r} is the name of a model: choose another folder, such as ./{out}-merged")
     check_free(out)
-    folder = locate(base, "draft")
-    config, head = load_config(folder), reduced_head(folder, load_config(folder))
+    check_has_weights(base.name)
     wanted = load_config(str(adapter)) if (adapter / DRAFT).is_file() else None
     if wanted is not None:
-        _check_shape(wanted, config, base)
-    own_tokens = wanted is None and (adapter / "tokenizer_config.json").is_file()
-    tokenizer = load_tokenizer(str(adapter) if own_tokens else folder, config)
+        _check_shape(wanted, base)
+    has_tokens = (adapter / "tokenizer_config.json").is_file()
+    tokenizer = load_tokenizer(str(adapter) if has_tokens else base.folder, base.config)
     # Adapters are added in float32, so sums are rounded once, also where the base is in bfloat16.
-    dtype = "bfloat16" if config.dtype == torch.bfloat16 else "float32"
-    model = load_numbers(folder, Runtime(device="cpu", dtype=dtype), head=head)
-    rows = None if head is None else head.vocab_map
+    dtype = "bfloat16" if base.config.dtype == torch.bfloat16 else "float32"
+    model = load_numbers(base.folder, Runtime(device="cpu", dtype=dtype), head=base.head)
+    rows = None if base.head is None else base.head.vocab_map
     with loading_of(f"adapter {str(adapter)!r}"), without_deprecations():
-        stored = load_file(adapter / WEIGHTS)
-        if wanted is not None:
-            _make_draft(model, adapter, wanted, rows, tokenizer)
-        else:
+        stored, beside = load_file(adapter / WEIGHTS), dict[str, dict[str, Tensor]]()
+        if wanted is None:
             _make_room(model, stored, rows, tokenizer)
-        merged = _merged(model, adapter, stored, base)
-        previous = adapter / PREVIOUS_TOKEN_HEAD
-        has_previous = getattr(wanted, RANK, None) is not None
-        beside = {PREVIOUS_TOKEN_HEAD: load_file(previous)} if has_previous else {}
+        else:
+            _make_draft(model, adapter, wanted, rows, tokenizer)
+            if getattr(wanted, RANK, None) is not None:
+                beside[PREVIOUS_TOKEN_HEAD] = load_file(adapter / PREVIOUS_TOKEN_HEAD)
+        merged = _merged(model, adapter, stored, base.name)
     save_model(out, merged.to(torch.bfloat16).eval(), tokenizer, beside)
 
 
-def _check_shape(wanted: PretrainedConfig, config: PretrainedConfig, base: str) -> None:
+def _check_shape(wanted: PretrainedConfig, base: Checkpoint) -> None:
     for key in SHAPE:
-        if (own := getattr(config, key, None)) != (trained := getattr(wanted, key, None)):
+        if (own := getattr(base.config, key, None)) != (trained := getattr(wanted, key, None)):
             raise ValueError(
-                f"the adapter was trained on a model whose {key} is {trained}, and that of {base!r} is {own}"
+                f"the adapter was trained on a model whose {key} is {trained}, and that of {base.name!r} is {own}"
             )
 
 
