@@ -1,8 +1,8 @@
-"""Memory estimate of a training run on its device, made before any weights are loaded.
+"""Memory of a training run: an estimate before any weights are loaded, and its return to the system after evaluations.
 
-It counts the weights of all models, gradients and AdamW's two moments in float32 (Muon keeps one), activations for
-the backward pass, the attention mask, and the logits that are in memory at a time. A run may take a fifth more or
-less; one with sharded weights takes less.
+The estimate counts the weights of all models, gradients and AdamW's two moments in float32 (Muon keeps one),
+activations for the backward pass, the attention mask, and the logits that are in memory at a time. A run may take a
+fifth more or less; one with sharded weights takes less. Evaluations and the copies that are saved come on top.
 """
 
 from __future__ import annotations
