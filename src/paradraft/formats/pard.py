@@ -16,7 +16,7 @@ CONFIG_KEYS = ("pard_token", "mask_token_id", "spd_type", "pard_masks", RANK)
 TRAINED_LENGTH = "pard_max_length"
 """Config key: maximum length of the training rows in tokens; drafts beyond it may be worse."""
 TRAINED_K = "pard_k"
-"""Config key: tokens of a draft that were trained; deeper ones are guesses of a mask that never stood there."""
+"""Config key: number of tokens of a draft that were trained."""
 PREVIOUS_TOKEN_HEAD = "previous_token_head/model.safetensors"
 """The file with the head of `paradraft.drafters.parts.previous_token`. Other engines load the folder as any PARD model
 and draft without the head: they read all weights next to `config.json`, and none in subfolders."""

@@ -117,17 +117,18 @@ class BenchArgs:
 
     @property
     def specs(self) -> list[tuple[str, Speculation]]:
-        """Methods, each at each batch size, and the settings that they leave out; a single size of 1 adds nothing."""
+        """Methods with their defaults, each at each batch size; a single size of 1 adds nothing to them."""
         specs = [self._named(spec.strip()) for spec in self.methods.split(",")]
         sizes = batch_sizes_of(self.batch_sizes)
         if sizes == [1]:
             return specs
         if any(":batch=" in spec for spec, _ in specs):
             raise ValueError(f"--batch-size {self.batch_sizes}: a method sets batch= itself; give one or the other")
-        return [(f"{spec}:batch={size}", left_out) for size in sizes for spec, left_out in specs]
+        return [(f"{spec}:batch={size}", defaults) for size in sizes for spec, defaults in specs]
 
     def _named(self, spec: str) -> tuple[str, Speculation]:
-        """The method that "auto" is, with the lengths of `generate` in passes in C++, unless it names a policy."""
+        """A method, in place of "auto" what that is, with the lengths of `generate` in passes in C++ unless it names a
+        policy; and the values of settings that it leaves out."""
         name, settings = split_settings(spec)
         if name != AUTO:
             return spec, self.speculation
@@ -192,7 +193,7 @@ def _benchmark(args: BenchArgs) -> Benchmark:
     from paradraft.sources.load_plan import plan_of
 
     runtime, rates = plan_of(args.target, args.runtime).runtime, args.synthetic_acceptance
-    methods = [Method.parse(spec, left_out, dtype=runtime.dtype) for spec, left_out in args.specs]
+    methods = [Method.parse(spec, defaults, dtype=runtime.dtype) for spec, defaults in args.specs]
     use_threads(args.threads)
     return Benchmark(
         target=args.target, methods=methods, sampling=args.sampling, runs=args.runs, profiled=args.profile,
