@@ -17,6 +17,7 @@ import pytest
 
 from paradraft.engine.engine import Engine
 from paradraft.sampling_params import Sampling
+from paradraft.serve import endpoint
 from paradraft.serve.address import key_of
 from paradraft.serve.exchange import ApiError
 from paradraft.serve.limits import Limits
@@ -87,12 +88,15 @@ def test_rows_and_queue(engine: Engine, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes(engine: Engine, gate: Gate, stream: bool) -> None:
+def test_a_client_that_goes(engine: Engine, gate: Gate, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards work for nobody: the row is free again, also that of a request which waits, and the next is answered."""
     gate.open()
     whole = engine.generate("hello", max_new_tokens=90, sampling=Sampling(logit_bias={0: -100}))
     gate.close()
     gate.rounds = 0
+    read = []  # requests whose prompts are tokens; an answer of others that go has not begun, so it does not end
+    decoded = endpoint.decoded
+    monkeypatch.setattr(endpoint, "decoded", lambda *args: read.append(args) or decoded(*args))
     with serving(engine, max_batch=1, max_queue=3) as running:
         body = json.dumps(LONG | {"stream": stream}).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -101,7 +105,7 @@ def test_a_client_that_goes(engine: Engine, gate: Gate, stream: bool) -> None:
         for _ in range(2):
             clients.append(socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2]))))
             clients[-1].sendall(request)
-        until(lambda: (running.admission.running, running.admission.waiting) == (1, 1))
+        until(lambda: (running.admission.running, running.admission.waiting, len(read)) == (1, 1, 2))
         if stream:
             gate.open()
             gate.close()
