@@ -139,7 +139,9 @@ OPTIONS: dict[type, dict[str, Any]] = {
             f"One of {', '.join(PRECISIONS)}; auto is the checkpoint's. int8 changes texts hardly more than "
             "bfloat16; int4 costs quality: 0.12 nats a token of a 135M model, 0.02 of a 0.5B one (docs/quantized.md)."
         ),
-        "draft_dtype": option("The same for a draft model; by default that of --dtype."),
+        "draft_dtype": option(
+            "The same for a draft model; by default that of --dtype, beside a target in few bits int8."
+        ),
         "tokenizer": option(
             "Folder or Hugging Face id of the target's tokenizer, by default the target's own: for a .gguf file "
             "whose tokenizer is not known here."

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 QUANTIZED = {"int8": 8, "int4": 4}
 """Names and bits of quantized weights; passes compute in `Runtime.computed_in`."""
+OF_FEW_BITS = "int8"
+"""On CPUs, the dtype of a draft model in numbers whose target, or whose origin, is stored in few bits: in bfloat16 its
+pass reads twice as much."""
 STORED = "stored"
 """Quantized weights as the file has them; other models as with `AUTO`."""
 PRECISIONS = (*DTYPES, *QUANTIZED, STORED)
@@ -32,7 +35,8 @@ class Runtime:
         dtype: of the weights, one of `PRECISIONS` or `SHORT`; "auto" is that of the checkpoint, or float32 where the
             device computes that one slowly. Weights that are stored quantized stay as they are, and another dtype is an
             error.
-        draft_dtype: the same for a draft model; None is `dtype`, except for weights that are stored quantized.
+        draft_dtype: the same for a draft model; None is `dtype`, or int8 on a CPU beside a target that is stored
+            quantized. A draft that is stored quantized stays as it is.
         tokenizer: folder or Hugging Face id of the target's tokenizer; None for the target's own.
         compiled: compile the passes, also where that takes a minute or two: worth it for thousands of tokens. None
             compiles where it takes seconds, on CPUs in float32, bfloat16, int8 and int4; False never.

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from paradraft.errors import one_line
 from paradraft.models.devices import device_of, fast_dtype
 from paradraft.models.names import is_shape
-from paradraft.models.runtime import AUTO, STORED, WIDTH, Runtime
+from paradraft.models.runtime import AUTO, OF_FEW_BITS, STORED, WIDTH, Runtime
 from paradraft.placement import Placement
 from paradraft.sources.loading import config_of, is_in_few_bits, locate
 from paradraft.sources.reduced_head import ReducedHead, reduced_head
@@ -145,7 +145,11 @@ def draft_plan(
     Raises:
         ValueError: the device or the draft's dtype is not available for it.
     """
-    dtype = STORED if runtime.draft_dtype is None and draft.is_quantized else runtime.draft_dtype
+    dtype = runtime.draft_dtype
+    if dtype is None and draft.is_quantized:
+        dtype = STORED
+    elif dtype is None and runtime.dtype == STORED and torch.device(device_of(device or runtime.device)).type == "cpu":
+        dtype = OF_FEW_BITS
     return LoadPlan(
         checkpoint=draft, runtime=settled(draft, runtime, device=device, dtype=dtype, width=width, capacity=capacity)
     )

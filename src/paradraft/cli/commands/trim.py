@@ -15,7 +15,7 @@ from paradraft.cli.importing import importing
 from paradraft.cli.options import option, with_options
 from paradraft.cli.terminal import console, news
 from paradraft.cli.values import use_threads
-from paradraft.models.runtime import PRECISIONS, precision_of
+from paradraft.models.runtime import OF_FEW_BITS, PRECISIONS, precision_of
 from paradraft.wording import number_of
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from paradraft.sources.load_plan import Checkpoint
     from paradraft.train.init.trim import AnswerCounts, Untrimmed
     from paradraft.train.init.vocabulary_size import Coverage, PassTime
-
-OF_FEW_BITS = "int8"
-"""Dtype in which the trimmed folder of a draft in few bits is timed: in bfloat16 it would read more than before."""
 
 
 @dataclass(frozen=True, kw_only=True)
