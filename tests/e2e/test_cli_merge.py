@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from paradraft.engine.automatic import automatic
 from paradraft.engine.speculation import Speculation
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD
-from paradraft.sources import recorded
+from paradraft.sources import recorded, shipped
 from paradraft.sources.recorded import remember_drafter
-from paradraft.train.init.merging import DRAFT, FOLDER, WEIGHTS
+from paradraft.train.init.merging import DRAFT, FOLDER, WEIGHTS, base_of
 from tests.conftest import tiny_model, tiny_tokenizer
 from tests.contract.test_every_trainee import recipe_for, train
 from tests.e2e.conftest import Paradraft, assert_mistake
@@ -96,6 +96,40 @@ def test_it_is_the_default_of_its_target(
     assert found.code == 0 and "drafts with it from now on" in found.out
     chosen = automatic(str(family / "target"), Speculation(drafter="auto"))
     assert chosen.draft == str(tmp_path / "merged") and "pard" in chosen.drafter and chosen.k == 3
+
+
+def test_a_shipped_adapter_is_named_to_whoever_can_use_it(
+    paradraft: Paradraft, family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards users who do not know that there is a draft for their model: the reason of "auto" has the command, for
+    the folder and for a GGUF file of it, and for no other model."""
+    monkeypatch.setattr(shipped, "shipped_folder", lambda: tmp_path / "shipped")
+    targets = {name: tmp_path / name for name in ("mine", "other")}
+    models = [gguf_files.tiny_model("qwen2", seed=seed) for seed in (3, 4)]
+    for folder, model in zip(targets.values(), models, strict=True):
+        model.save_pretrained(folder)
+        gguf_files.tiny_tokenizer().save_pretrained(folder)
+    gguf_files.write_gguf(gguf := tmp_path / "mine.gguf", models[0])
+    train("pard", recipe_for("pard", family, tmp_path / "out", k=3, lora={"rank": 2}))
+    shutil.copytree(tmp_path / "out" / FOLDER, tmp_path / "shipped" / "tiny")
+    (tmp_path / "shipped" / "tiny" / shipped.FILE).write_text(
+        json.dumps({"target": shipped.norm_digest(str(targets["mine"]))}), encoding="utf-8"
+    )
+    for target in (targets["mine"], gguf):
+        reason = str(automatic(str(target), Speculation(drafter="auto")).reason)
+        assert f"is shipped: paradraft merge tiny --out FOLDER --target {target}" in reason
+    for target in (targets["other"], "pocket", "shape:llama-3.2-1b"):
+        assert "is shipped: paradraft merge" not in str(automatic(str(target), Speculation(drafter="auto")).reason)
+    found = paradraft("merge", "tiny", "--out", tmp_path / "merged")
+    assert found.code == 0 and (tmp_path / "merged" / "model.safetensors").is_file()
+
+
+def test_what_is_shipped_can_be_read() -> None:
+    """Guards the files of the package."""
+    assert [one.folder.name for one in shipped.all_shipped()] == ["qwen2.5-coder-1.5b"]
+    for one in shipped.all_shipped():
+        assert base_of(one.folder) and (one.folder / WEIGHTS).is_file() and (one.folder / DRAFT).is_file()
+        assert len(one.target) == len(str(shipped.norm_digest("pocket")))
 
 
 @pytest.fixture(scope="module")

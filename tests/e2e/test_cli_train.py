@@ -202,7 +202,7 @@ def test_a_run_says_early_what_it_will_take(paradraft: Paradraft, recipe: Path, 
     assert re.fullmatch(
         rf"expected: [\d,]+ rows in {STEPS} steps, \d+ s \(\d+ rows/s in .*; 3 evaluations of \d+ s\)", lines[at]
     )
-    assert "benchmarks/" in lines[at + 1] and "a real model is recorded yet" in lines[at + 2]
+    assert "benchmarks/" in lines[at + 1] and "Qwen2.5-Coder 1.5B" in lines[at + 2]
     short = paradraft(*asked, f"out={tmp_path / 'short'}", "steps=2").out
     assert "expected: " not in short
 

@@ -329,3 +329,41 @@ def test_the_first_picture_is_that_of_the_file() -> None:
     with Image.open(ROOT / "benchmarks" / f"{name}.png") as picture:
         picture.load()
         assert picture.text["Description"].splitlines() == description(methods(name)).splitlines()
+
+
+DRAFT = "draft=build/train/pard15"
+TRAINED = {
+    "llama.cpp": "llama-cpp",
+    "paradraft, no drafter": "ar",
+    "the 0.5B file drafts, K = 3": "autoregressive:k=3:draft=build/real/qwen2.5-coder-0.5b-instruct.Q4_K_M.gguf",
+    "PARD, K = 4": f"pard:k=4:{DRAFT}",
+    "PARD, K = 6, `expected`": f"pard:k=6:lengths=expected:{DRAFT}",
+    "`suffix+recycle`, `expected`": "suffix+recycle:lengths=expected",
+    "`suffix+pard`, K = 6, `expected`": f"suffix+pard:k=6:lengths=expected:{DRAFT}",
+}
+TRAINED_HEAD = (
+    "greedy", "HumanEval: tokens/s", "ms of each after the first", "GSM8K: tokens/s", "ms of each after the first",
+    "chat: tokens/s", "ms of each after the first",
+)  # fmt: skip
+
+
+def trained_cells(name: str) -> list[str]:
+    """A row of the table of the trained draft; each ratio is to plain decoding in the same file."""
+    shown = []
+    for task in ("humaneval", "gsm8k", "chat"):
+        parts = ("", "union-")
+        files = [f"real-qwen2.5-coder-1.5b-pard-{part}{task}-t0_epyc-avx512-2cores_2026-11-27" for part in parts]
+        file = next(file for file in files if (ROOT / f"benchmarks/{file}.json").exists() and name in methods(file))
+        one, plain = methods(file)[name], methods(file)["ar"]
+        speed, ms = one["tokens_per_s"]["median"], one["tpot_ms"]["p50"]
+        ratio = plain["tpot_ms"]["p50"] / ms
+        is_plain = name == "ar"
+        shown.append(f"{speed:.1f}" + ("" if is_plain else f" ({speed / plain['tokens_per_s']['median']:.2f}x)"))
+        shown.append(f"{ms:.1f}" + ("" if is_plain else f" ({ratio:.2f}x)"))
+    return shown
+
+
+def test_the_trained_draft_is_as_measured() -> None:
+    """Guards the figures of a shipped draft against those of another one."""
+    rows = table("benchmarks/README.md", *TRAINED_HEAD)
+    assert [[name, *trained_cells(TRAINED[name])] for name, *_ in rows] == rows and len(rows) == len(TRAINED)

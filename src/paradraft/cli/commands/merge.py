@@ -22,7 +22,10 @@ class MergeArgs:
     """Options of `paradraft merge`."""
 
     adapter: Annotated[
-        Path, typer.Argument(metavar="ADAPTER", help="A folder that PEFT wrote, or the adapter/ of a trained draft.")
+        str,
+        typer.Argument(
+            metavar="ADAPTER", help="A folder that PEFT wrote, the adapter/ of a trained draft, or one that is shipped."
+        ),
     ]
     out: Annotated[Path, option("The folder to write; it must be empty or not exist.")]
     base: Annotated[
@@ -51,14 +54,15 @@ def merge(*, args: MergeArgs) -> None:
         from paradraft.formats.pard import TRAINED_K
         from paradraft.sources.load_plan import Checkpoint
         from paradraft.sources.recorded import remember_drafter
+        from paradraft.sources.shipped import adapter_folder
         from paradraft.sources.target_loading import facts_of
         from paradraft.train.init.merging import base_of, merge
         from paradraft.train.init.vocabulary_size import drafts_in_one_pass
 
     use_threads(args.threads)
-    named = base_of(args.adapter)
-    if (name := args.base or named) is None:
-        raise ValueError(f"{str(args.adapter)!r} names no base model: give --base")
+    adapter = adapter_folder(args.adapter)
+    if (name := args.base or base_of(adapter)) is None:
+        raise ValueError(f"{args.adapter!r} names no base model: give --base")
     try:
         base = Checkpoint.find(name, "draft")
     except ValueError as error:
@@ -68,7 +72,7 @@ def merge(*, args: MergeArgs) -> None:
             raise ValueError(f"--target {POCKET}: it always drafts with its own: name another, or leave it out")
         check_draft(base, facts_of(Checkpoint.find(args.target)))
     with news(console(stderr=True), f"merging into {name}"):
-        merge(args.adapter, base, args.out)
+        merge(adapter, base, args.out)
     draft = Checkpoint.at(str(args.out))
     drafter, out = drafter_of(str(args.out)), shlex.quote(str(args.out))
     k = getattr(draft.config, TRAINED_K, None)

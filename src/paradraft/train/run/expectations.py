@@ -45,6 +45,13 @@ CURVES = (
         file="benchmarks/readme-training_epyc-avx512-2cores_2026-11-24.jsonl",
     ),
     Curve(
+        drafter="pard",
+        family="Qwen2.5-Coder 1.5B Q4_K_M (the 0.5B with 24,000 ids as draft, LoRA, 808 answers, K = 6)",
+        is_real=True,
+        points=((0, 1.82), (234_000, 2.66), (467_000, 3.09)),
+        file="benchmarks/training-qwen2.5-coder-1.5b-pard_epyc-avx512-2cores_2026-11-27.jsonl",
+    ),
+    Curve(
         drafter="eagle_parallel",
         family="SmolLM2 135M Q4_1 (6,794 answers, K = 6, 12,288 ids)",
         is_real=True,
