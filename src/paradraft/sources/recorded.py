@@ -22,8 +22,12 @@ DIGITS = 16
 
 
 def path_of(target: str) -> Path | None:
-    """The file or folder of a model; None for a shape, and for a model that is not on this machine."""
-    if is_shape(located := locate(target, "target")):
+    """The file or folder of a model; None for a shape, and for a model that is not on this machine, or nowhere."""
+    try:
+        located = locate(target, "target")
+    except ValueError:
+        return None  # loading says why, after the settings are checked
+    if is_shape(located):
         return None
     if (path := Path(located)).exists():
         return path
@@ -87,9 +91,6 @@ def remember_drafter(target: str, folder: Path, name: str, k: int | None) -> boo
 
     Returns:
         Whether it is kept: not for a model without a path, see `path_of`, and not without a private cache.
-
-    Raises:
-        ValueError: there is no such model.
     """
     cache, of = cache_folder(), table_name(target)
     if cache is None or of is None or not is_made(cache, "places of trained drafters are"):

@@ -54,13 +54,9 @@ def norm_digest(target: str) -> str | None:
     Fine-tunes that leave the norms alone (LoRA) have the digest of their base.
 
     Returns:
-        None for a model without files on this machine, and where that norm cannot be read; loading says why.
+        None for a model without files on this machine, and where that norm cannot be read.
     """
-    try:
-        path = path_of(target)
-    except ValueError:
-        return None
-    if path is None or (norm_D := _final_norm(path)) is None:
+    if (path := path_of(target)) is None or (norm_D := _final_norm(path)) is None:
         return None
     return hashlib.sha256(norm_D.bfloat16().view(torch.int16).numpy().tobytes()).hexdigest()
 

@@ -100,8 +100,10 @@ def record(*, args: RecordArgs) -> None:
 def _place(args: RecordArgs) -> tuple[str, Path]:
     """The table's name and file."""
     from paradraft.models.forward.cpu.build import is_made
+    from paradraft.sources.loading import locate
     from paradraft.sources.recorded import table_file, table_name
 
+    locate(args.target, "target")  # a model that is nowhere has no name either
     name = table_name(args.target)
     if name is None:
         raise ValueError(f"{args.target!r} is not on this machine yet: fetch it first, as `paradraft generate` does")
