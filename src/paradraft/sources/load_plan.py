@@ -145,11 +145,7 @@ def draft_plan(
     Raises:
         ValueError: the device or the draft's dtype is not available for it.
     """
-    dtype = runtime.draft_dtype
-    if dtype is None and draft.is_quantized:
-        dtype = STORED
-    elif dtype is None and runtime.dtype == STORED and torch.device(device_of(device or runtime.device)).type == "cpu":
-        dtype = OF_FEW_BITS
+    dtype = runtime.draft_dtype or _default_draft_dtype(draft, runtime, device)
     return LoadPlan(
         checkpoint=draft, runtime=settled(draft, runtime, device=device, dtype=dtype, width=width, capacity=capacity)
     )
@@ -176,6 +172,13 @@ def width_for(runtime: Runtime, *, drafted: int, needed: int) -> int:
     (64, 82)
     """
     return runtime.width if drafted < runtime.width < WIDTH else max(runtime.width, needed)
+
+
+def _default_draft_dtype(draft: Checkpoint, runtime: Runtime, device: str | None) -> str | None:
+    if draft.is_quantized:
+        return STORED
+    is_on_cpu = torch.device(device_of(device or runtime.device)).type == "cpu"
+    return OF_FEW_BITS if runtime.dtype == STORED and is_on_cpu else None
 
 
 def _device_of_quantized(checkpoint: Checkpoint, runtime: Runtime) -> str:
