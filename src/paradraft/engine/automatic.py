@@ -16,7 +16,7 @@ from paradraft.formats.pard import declared_mask_id
 from paradraft.models.names import POCKET, is_shape
 from paradraft.sources.loading import config_of, locate
 from paradraft.sources.recorded import TrainedDrafter, bytes_on_disk, drafter_for, recorded_for, table_file
-from paradraft.sources.shipped import hint_for
+from paradraft.sources.shipped import command_for
 from paradraft.verify import rule_class
 
 FROM_TEXT = "suffix"
@@ -62,13 +62,9 @@ def automatic(target: str, speculation: Speculation, *, has_grammars: bool = Fal
         drafter, table = without_model(target)
         drafter = f"{FORCED}{PLUS}{drafter}" if has_grammars else drafter
         uses = ", uses the table recorded for this one" if table is not None else ""
-        hint = hint_for(target)
-        shipped = (
-            ""
-            if hint is None
-            else f"; a draft that was trained for it, or for what it is tuned from, is shipped: {hint}"
-        )
-        why = f"needs no draft model{uses}, and drafts where that pays{shipped}"
+        why = f"needs no draft model{uses}, and drafts where that pays"
+        if (command := command_for(target)) is not None:
+            why += f"; a draft that was trained for it, or for what it is tuned from, is shipped: {command}"
     return replace(speculation, drafter=drafter, draft=draft, k=k, reason=f"drafter {drafter}: it {why}")
 
 

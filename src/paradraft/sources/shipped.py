@@ -78,11 +78,8 @@ def adapter_folder(name: str) -> Path:
     return shipped if (shipped / FILE).is_file() and not (mine / ADAPTER_CONFIG).is_file() else mine
 
 
-def hint_for(target: str) -> str | None:
-    """How to make the drafter that is shipped for a model; None without one."""
-    if not (known := all_shipped()) or (digest := norm_digest(target)) is None:
-        return None
-    names = [shipped.folder.name for shipped in known if shipped.target == digest]
-    if not names:
-        return None
-    return f"paradraft merge {names[0]} --out FOLDER --target {shlex.quote(target)}"
+def command_for(target: str) -> str | None:
+    """The command that makes the drafter that is shipped for a model; None without one."""
+    digest = norm_digest(target)
+    names = [shipped.folder.name for shipped in all_shipped() if shipped.target == digest]
+    return f"paradraft merge {names[0]} --out FOLDER --target {shlex.quote(target)}" if names else None
