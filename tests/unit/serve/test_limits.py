@@ -94,7 +94,7 @@ def test_a_client_that_goes(engine: Engine, gate: Gate, stream: bool, monkeypatc
     whole = engine.generate("hello", max_new_tokens=90, sampling=Sampling(logit_bias={0: -100}))
     gate.close()
     gate.rounds = 0
-    read = []  # requests whose prompts are tokens; an answer of others that go has not begun, so it does not end
+    read = []  # an answer is counted at its end only if its prompt was read before the client went
     decoded = endpoint.decoded
     monkeypatch.setattr(endpoint, "decoded", lambda *args: read.append(args) or decoded(*args))
     with serving(engine, max_batch=1, max_queue=3) as running:
