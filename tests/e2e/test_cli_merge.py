@@ -206,7 +206,8 @@ def test_mistakes(paradraft: Paradraft, family: Path, tuned: Path, tmp_path: Pat
     """Guards users: one line, and no folder is left behind."""
     out = ["--out", tmp_path / "merged"]
     assert_mistake(paradraft("merge", family / "draft", *out), "is no adapter: it has no adapter_config.json")
-    assert_mistake(paradraft("merge", tmp_path / "gone", *out), "is no adapter")
+    assert_mistake(paradraft("merge", tmp_path / "gone", *out), "and shipped are qwen2.5-coder-1.5b")
+    assert_mistake(paradraft("merge", family / "draft", *out, "--base", family / "draft"), "is no adapter: it has no")
     assert_mistake(paradraft("merge", tuned, *out, "--base", "gone"), "unknown model 'gone'")
     assert_mistake(paradraft("merge", tuned, "--out", family / "draft"), "is not empty")
     tiny_model(3, layers=1).save_pretrained(tmp_path / "one")

@@ -73,9 +73,13 @@ def _final_norm(path: Path) -> Tensor | None:
 
 
 def adapter_folder(name: str) -> Path:
-    """The folder of a shipped adapter by its name, else the folder of this name."""
-    shipped, mine = shipped_folder() / name, Path(name)
-    return shipped if (shipped / FILE).is_file() and not (mine / ADAPTER_CONFIG).is_file() else mine
+    """The folder of this name, or else that of the shipped adapter; raises ValueError if there is neither."""
+    shipped = {one.folder.name: one.folder for one in all_shipped()}
+    if name in shipped and not (Path(name) / ADAPTER_CONFIG).is_file():
+        return shipped[name]
+    if not Path(name).exists():
+        raise ValueError(f"{name!r} is no adapter: there is no such folder, and shipped are {', '.join(shipped)}")
+    return Path(name)
 
 
 def command_for(target: str) -> str | None:

@@ -61,7 +61,8 @@ def merge(*, args: MergeArgs) -> None:
 
     use_threads(args.threads)
     adapter = adapter_folder(args.adapter)
-    if (name := args.base or base_of(adapter)) is None:
+    named = base_of(adapter)
+    if (name := args.base or named) is None:
         raise ValueError(f"{args.adapter!r} names no base model: give --base")
     try:
         base = Checkpoint.find(name, "draft")
