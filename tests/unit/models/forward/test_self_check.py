@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
@@ -170,12 +171,19 @@ def test_a_fault_that_only_rounded_passes_have_is_found(
     fault: str, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the kernels that decode: the exact mode is right here, and over the whole model roundings that flip hide
-    these faults. Each layer by itself shows them, and nothing else does: the control has no limits for layers."""
+    these faults, more or less by the instructions of the processor. Each layer by itself shows them by far."""
+    model = small("llama", weights)
     with pytest.raises(WrongPassError, match="formula"):
-        faulty(WHERE_ROUNDED[fault])(small("llama", weights))
-    monkeypatch.setattr(self_check, "MOST_LAYER", math.inf)
-    monkeypatch.setattr(self_check, "MOST_HEAD", math.inf)
-    faulty(WHERE_ROUNDED[fault])(small("llama", weights))
+        faulty(WHERE_ROUNDED[fault])(model)
+    with monkeypatch.context() as unlimited:
+        for name in ("MOST_ROUNDING", "MOST_LAYER", "MOST_HEAD"):
+            unlimited.setattr(self_check, name, math.inf)
+        native = faulty(WHERE_ROUNDED[fault])(model)
+    found = figures_of(model, native, native.logits_at(*text_for(model)))
+    whole = found.rounding / self_check.MOST_ROUNDING
+    assert dataclasses.replace(found, rounding=0.0, layer=0.0, head=0.0).is_right
+    assert max(found.layer / self_check.MOST_LAYER, found.head / self_check.MOST_HEAD) > 3 * whole
+    assert whole < 1 or not fault.startswith("scores"), "layers are compared because nothing else shows this"
 
 
 def test_ignored_offsets_are_found() -> None:
