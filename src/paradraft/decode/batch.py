@@ -152,7 +152,7 @@ class Batch:
         self.target.start(drafter.reserved_tokens, drafter.hidden_layers, drafter.likeliest)
         self._start_number = self.target.starts
         self.drafter.start(self.drafting, device)
-        self.sampler = Sampler(drafting=self.drafting, device=device, faster=self.target.lm.draw)
+        self.sampler = Sampler(drafting=self.drafting, device=device, faster=self.target.lm.sampling)
         self.lengths.start(self.drafting.tree, is_ragged=self.target.lm.is_ragged)
         self.clock = Clock.on(device)
 

@@ -59,7 +59,7 @@ class ExitDrafter(Drafter):
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """See `Drafter`."""
-        self._sampler, self._tree = Sampler(drafting=drafting, device=device, faster=self.lm.draw), drafting.tree
+        self._sampler, self._tree = Sampler(drafting=drafting, device=device, faster=self.lm.sampling), drafting.tree
         self._last: list[int] = []
         """By row, the last committed token, which the target has not read either."""
         self.lm.start()

@@ -148,7 +148,7 @@ class PpdDrafter(Drafter):
 
     def __init__(self, target: Target, head: Head, config: Config) -> None:
         self.tree, self.max_k = config.tree, config.prompts
-        self._draw = target.lm.draw
+        self._sampling = target.lm.sampling
         self._config, self._prompts = config, PromptTokens(target.lm, head, config.prompts)
         plans = [] if config.size else plans_for(target.lm, read_plans(head.name))
         self._plans = [plan for plan in plans if len(plan.accuracy) >= config.prompts]
@@ -187,7 +187,7 @@ class PpdDrafter(Drafter):
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """See `Drafter`."""
-        self._sampler = Sampler(drafting=drafting, device=device, faster=self._draw)
+        self._sampler = Sampler(drafting=drafting, device=device, faster=self._sampling)
         self._rule = drafting.rule
         self._prompts.start()
 

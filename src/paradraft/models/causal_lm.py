@@ -25,7 +25,7 @@ from paradraft.models.cached_rows import CachedRows, RowsView
 from paradraft.models.config_check import check_architecture, check_capacity
 from paradraft.models.forward import FINAL_NORM, Forward, ForwardOut, NotFiniteError
 from paradraft.models.forward.choice import chosen
-from paradraft.models.forward.cpu.draw import draw
+from paradraft.models.forward.cpu.draw import CpuSampling
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.eager import part_of
 from paradraft.models.forward.pipeline import PipelinePass, StageModel
@@ -33,7 +33,7 @@ from paradraft.models.kv_cache import Storage
 from paradraft.models.output_ids import OutputIds
 from paradraft.parents import depths, parents_of_chains
 from paradraft.ragged import from_lists
-from paradraft.sampling.sampler import Draw
+from paradraft.sampling.sampler import Faster
 from paradraft.tree import ABSENT
 
 
@@ -313,9 +313,9 @@ class CausalLM:
         return self._compute.threads
 
     @property
-    def draw(self) -> Draw | None:
-        """The C++ sampler, with the threads of the passes; None unless these are in C++."""
-        return partial(draw, threads=self.threads) if self.is_native else None
+    def sampling(self) -> Faster | None:
+        """Sampling in C++, with the threads of the passes; None unless these are in C++."""
+        return CpuSampling(threads=self.threads) if self.is_native else None
 
     @property
     def is_ragged(self) -> bool:

@@ -28,8 +28,8 @@ class Candidates:
             fewer than C.
         probs: `[B, R, C, V]` the distribution each token was drawn from, with the better ones of its position excluded;
             None if they were chosen deterministically.
-        confidence: `[B, R]` the drafter's largest probability, a function of the distribution alone; None if not
-            requested.
+        confidence: `[B, R]` the drafter's largest probability at the temperature (1 in greedy rows), before filters; a
+            function of the logits alone. None if not requested.
     """
 
     tokens: Tensor

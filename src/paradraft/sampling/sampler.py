@@ -13,6 +13,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,13 +31,23 @@ _DRAFT, _ACCEPT, _NEXT = 1, 2, 3
 _MOST_DEPTH = 2**20
 CACHED = 2**15
 """Number of float64 values that fit into a CPU's cache a few times."""
-Draw = Callable[[Tensor, Sequence[Sampling], Tensor], Tensor | None]
-"""A faster `Sampler.draw`: tokens `[B, R]` from logits `[B, R, V]` after bias, penalties and processors, settings by
-row, and positions `[B, R]`. Returns None for inputs that it does not support."""
+
+
+class Faster(Protocol):
+    """What a sampler does with logits `[B, R, V]` after bias, penalties and processors, and the settings of the rows.
+
+    Each returns None for inputs that it does not support.
+    """
+
+    def draw(self, logits_BRV: Tensor, samplings: Sequence[Sampling], positions_BR: Tensor) -> Tensor | None:
+        """See `Sampler.draw`; `[B, R]` positions in the texts."""
+
+    def confidence(self, logits_BRV: Tensor, samplings: Sequence[Sampling]) -> Tensor | None:
+        """See `Candidates.confidence`."""
 
 
 class Sampler:
-    """Applies the `Sampling` of each row; `faster` replaces `draw`."""
+    """Applies the `Sampling` of each row; `faster` does it in place of torch."""
 
     def __init__(
         self,
@@ -44,7 +55,7 @@ class Sampler:
         *,
         drafting: Drafting = CHAINS,
         device: torch.device | None = None,
-        faster: Draw | None = None,
+        faster: Faster | None = None,
     ) -> None:
         self._faster = faster
         self.draws = drafting.draws
@@ -118,16 +129,29 @@ class Sampler:
             depths_BR: number of drafted tokens between the committed text and each position.
             paths_BRD: these tokens, padded with `ABSENT`; None without any.
         """
-        logits = logits_BRV if self._are_raw else self._each(self._penalized, logits_BRV, paths_BRD)
+        return self._drawn(self._all_penalized(logits_BRV, paths_BRD), depths_BR)
+
+    def _drawn(self, logits_BRV: Tensor, depths_BR: Tensor) -> Tensor:
         positions_BR = self.lengths_B[:, None] + depths_BR
-        if self._faster is not None and (tokens := self._faster(logits, self._samplings, positions_BR)) is not None:
-            return tokens
-        return best_token(logits if self._is_plain else self._noised_at(logits, positions_BR))
+        faster = None if self._faster is None else self._faster.draw(logits_BRV, self._samplings, positions_BR)
+        if faster is not None:
+            return faster
+        return best_token(logits_BRV if self._is_plain else self._noised_at(logits_BRV, positions_BR))
+
+    def _all_penalized(self, logits_BRV: Tensor, paths_BRD: Tensor | None) -> Tensor:
+        return logits_BRV if self._are_raw else self._each(self._penalized, logits_BRV, paths_BRD)
+
+    def _confidence(self, logits_BRV: Tensor) -> Tensor:
+        faster = None if self._faster is None else self._faster.confidence(logits_BRV, self._samplings)
+        if faster is not None:
+            return faster
+        temperatures = [1.0 if each.is_greedy else each.temperature for each in self._samplings]
+        scores = logits_BRV / torch.tensor(temperatures, device=logits_BRV.device)[:, None, None]
+        return scores.amax(-1).sub(scores.logsumexp(-1)).exp().double()
 
     def scores(self, logits_BRV: Tensor, depths_BR: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
         """`[B, R, V]` whose argmax is the target's token: log p, up to a constant, plus noise; see `draw`."""
-        logits = self._each(self._penalized, logits_BRV, paths_BRD)
-        return self._noised_at(logits, self.lengths_B[:, None] + depths_BR)
+        return self._noised_at(self._all_penalized(logits_BRV, paths_BRD), self.lengths_B[:, None] + depths_BR)
 
     def _noised_at(self, logits_BRV: Tensor, positions_BR: Tensor) -> Tensor:
         """Scores of logits after bias, penalties and processors."""
@@ -202,15 +226,16 @@ class Sampler:
         return candidates.without_closed(logits_BRV) if self._may_forbid else candidates
 
     def _candidates_at(self, logits_BRV: Tensor, depths_BR: Tensor, count: int, paths: Tensor | None) -> Candidates:
-        if self.draws == "noise" and self._is_chain and not self._wants_confidence:
-            tokens = self.draw(logits_BRV, depths_BR, paths)[..., None]
-            return Candidates(tokens=tokens, log_probs=torch.zeros_like(tokens), probs=None, confidence=None)
-        scores_BRV = self._each(self._scores, logits_BRV, paths)
+        logits_BRV = self._all_penalized(logits_BRV, paths)
+        confidence = self._confidence(logits_BRV) if self._wants_confidence else None
+        if self.draws == "noise" and self._is_chain:
+            tokens = self._drawn(logits_BRV, depths_BR)[..., None]
+            return Candidates(tokens=tokens, log_probs=torch.zeros_like(tokens), probs=None, confidence=confidence)
+        scores_BRV = self._each(self._filtered, logits_BRV, None)
         count = min(count, scores_BRV.shape[2])
         if self.draws != "numbers" or not (self._is_chain or self._has_paths):
-            return self._likeliest(scores_BRV, depths_BR, count)
+            return self._likeliest(scores_BRV, depths_BR, count, confidence)
         log_q = scores_BRV.double().log_softmax(-1)
-        confidence = log_q.amax(-1).exp() if self._wants_confidence else None
         # A position may be drawn again in a later round, with other numbers.
         drafted_BR = (self.lengths_B - self._begun_B)[:, None] + depths_BR
         keys = self._begun_B[:, None] * _MOST_DEPTH + drafted_BR
@@ -219,9 +244,12 @@ class Sampler:
 
     def guesses_at(self, logits_BRV: Tensor, depths_BR: Tensor, count: int) -> Candidates:
         """The likeliest candidates at these positions, for any rule and draft shape."""
-        return self._likeliest(self._each(self._scores, logits_BRV, None), depths_BR, min(count, logits_BRV.shape[2]))
+        scores_BRV = self._each(self._filtered, self._all_penalized(logits_BRV, None), None)
+        return self._likeliest(scores_BRV, depths_BR, min(count, scores_BRV.shape[2]))
 
-    def _likeliest(self, scores_BRV: Tensor, depths_BR: Tensor, count: int) -> Candidates:
+    def _likeliest(
+        self, scores_BRV: Tensor, depths_BR: Tensor, count: int, confidence: Tensor | None = None
+    ) -> Candidates:
         """The best candidates by log q, under the match rule plus the position's noise.
 
         On a CPU a few positions at a time, which stay in its cache between the steps: for 8 rows and 64 positions of
@@ -233,12 +261,10 @@ class Sampler:
             rows, width = max(CACHED // (R * V), 1), max(CACHED // V, 1)
         positions_BR = self.lengths_B[:, None] + depths_BR
         has_noise = self.draws == "noise" and not self._are_greedy
-        tokens, log_probs, confidence = [], [], []
+        tokens, log_probs = [], []
         for row, column in itertools.product(range(0, B, rows), range(0, R, width)):
             some_B, some_R = slice(row, row + rows), slice(column, column + width)
             scores = scores_BRV[some_B, some_R]
-            if self._wants_confidence:
-                confidence.append(scores.amax(-1).sub(scores.logsumexp(-1)).exp().double())
             if has_noise:
                 scores = self._noised(scores, self._seeds_B[some_B], positions_BR[some_B, some_R], some_B)
             best = scores.topk(count, dim=-1)
@@ -250,7 +276,7 @@ class Sampler:
                 return parts[0]
             return torch.cat([part.flatten(0, 1) for part in parts]).view(B, R, *parts[0].shape[2:])
 
-        return _candidates(whole(tokens), whole(log_probs), confidence=whole(confidence) if confidence else None)
+        return _candidates(whole(tokens), whole(log_probs), confidence=confidence)
 
     def _one_by_one(self, logits_BRV: Tensor, depth: int, count: int, path_BD: Tensor | None) -> Candidates:
         path = logits_BRV.new_empty(len(logits_BRV), 0, dtype=torch.long) if path_BD is None else path_BD
@@ -276,9 +302,6 @@ class Sampler:
             return scores_BRV.double()
         noised = with_noise(scores_BRV, seeds_B, positions_BR)
         return noised if self._are_random else torch.where(self._is_random_B[rows, None, None], noised, scores_BRV)
-
-    def _scores(self, request: Request, logits: Tensor, paths: Tensor | None, rows: Tensor) -> Tensor:
-        return self._filtered(request, self._penalized(request, logits, paths, rows))
 
     def _filtered(self, request: Request, logits: Tensor, *_: Tensor | None) -> Tensor:
         return logits if request.sampling.is_greedy else filtered_logits(logits, request.sampling)

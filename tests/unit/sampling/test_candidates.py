@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -185,10 +184,10 @@ def test_nodes_keep_what_is_known_of_their_place(tree: Tree | None, rule: str, c
     assert (draft.confidence is None) == (not confidence)
     assert (draft.probs is None) == (rule == "match" or (tree is not None and tree.budget is not None))
     if confidence:
-        # A greedy row is as sure as its softmax says, the others as the distribution that they draw from.
+        # A greedy row is as sure as its softmax says, the others as theirs at the temperature; filters do not count.
         alone = torch.stack(
             [
-                probabilities(row, replace(s, temperature=s.temperature or 1.0)).amax(-1)
+                probabilities(row, Sampling(temperature=s.temperature or 1.0)).amax(-1)
                 for s, row in zip(samplings, logits, strict=True)
             ]
         )

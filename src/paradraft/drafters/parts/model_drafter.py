@@ -54,7 +54,7 @@ class ModelDrafter(Drafter):
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """See `Drafter`."""
-        self._sampler, self._tree = Sampler(drafting=drafting, device=device, faster=self.lm.draw), drafting.tree
+        self._sampler, self._tree = Sampler(drafting=drafting, device=device, faster=self.lm.sampling), drafting.tree
         self._states.start()
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from paradraft.core import INVALID, Request
-from paradraft.models.forward.cpu.draw import draw, likeliest
+from paradraft.core import CHAINS, INVALID, Request
+from paradraft.models.forward.cpu.draw import CpuSampling, confidence, draw, likeliest
 from paradraft.sampling.noise import gumbel_noise
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
@@ -146,6 +147,34 @@ def test_a_nucleus_that_rounding_could_enlarge_is_left_to_torch() -> None:
     assert (4, False) not in outcomes
 
 
+@pytest.mark.parametrize("kind", LOGITS)
+def test_confidence_is_that_of_torch(kind: str) -> None:
+    """Guards unions and the policy "confidence": of each row at its own temperature, without filters."""
+    generator, samplings = torch.Generator().manual_seed(0), list(SETTINGS.values())
+    requests = [Request(tokens=[1], sampling=sampling) for sampling in samplings]
+    wanted = replace(CHAINS, wants_confidence=True)
+    for size in SIZES:
+        logits = LOGITS[kind]((len(samplings), 3, size), generator)
+        found = [
+            Sampler(requests, drafting=wanted, faster=faster).candidates(logits, 0, 1).confidence
+            for faster in (None, CpuSampling(threads=1), CpuSampling(threads=3))
+        ]
+        temperatures = torch.tensor([sampling.temperature or 1.0 for sampling in samplings])
+        right = (logits.double() / temperatures[:, None, None]).softmax(2).amax(2)
+        for each in found:
+            torch.testing.assert_close(each, right, rtol=1e-5, atol=0.0, equal_nan=True)
+        assert torch.equal(found[1], found[2])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_confidence_of_what_is_no_number(bad: float) -> None:
+    logits = torch.zeros(1, 2, 300)
+    logits[0, 1, 17] = bad
+    found = confidence(logits, [Sampling()], threads=1)
+    assert found is not None and found[0, 0] == pytest.approx(1 / 300) and found[0, 1].isnan()
+    assert confidence(logits.double(), [Sampling()], threads=1) is None
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("size", [5, 300])
 def test_logits_that_are_no_numbers(size: int, name: str) -> None:
@@ -183,14 +212,15 @@ def test_a_sampler_draws_the_same_with_it() -> None:
     generator = torch.Generator().manual_seed(0)
     served = 0
 
-    def faster(*given: object) -> Tensor | None:
-        nonlocal served
-        found = partial(draw, threads=2)(*given)  # type: ignore[arg-type]
-        served += found is not None
-        return found
+    class Counting(CpuSampling):
+        def draw(self, *given: Any) -> Tensor | None:
+            nonlocal served
+            found = super().draw(*given)
+            served += found is not None
+            return found
 
     for rows in ([0, 1, 2, 3, 4, 5], [5, 1, 3], [0, 5], [2]):
-        slow, fast = Sampler(requests), Sampler(requests, faster=faster)
+        slow, fast = Sampler(requests), Sampler(requests, faster=Counting(threads=2))
         for sampler in (slow, fast):
             sampler.keep(torch.tensor(rows))
         for _ in range(5):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -48,6 +49,40 @@ def draw(logits_BRV: Tensor, samplings: Sequence[Sampling], positions_BR: Tensor
         tokens_BR.data_ptr(), threads,
     )  # fmt: skip
     return None if is_undecided else tokens_BR
+
+
+def confidence(logits_BRV: Tensor, samplings: Sequence[Sampling], *, threads: int) -> Tensor | None:
+    """The largest probability `[B, R]` at each position, in float64; NaN where logits are or the largest is infinite.
+
+    Arguments as in `draw`; filters are not applied, and greedy rows have the temperature 1. None if the logits are not
+    float32.
+    """
+    if logits_BRV.dtype != torch.float32:
+        return None
+    B, R, V = logits_BRV.shape
+    logits_BRV = logits_BRV if logits_BRV.stride(2) == 1 else logits_BRV.contiguous()
+    temperatures = (ctypes.c_float * B)(*(each.temperature or 1.0 for each in samplings))
+    largest_BR = torch.empty(B, R, dtype=torch.float64, device="cpu")
+    library().largest_probabilities(
+        logits_BRV.data_ptr(), *logits_BRV.stride()[:2], V, ctypes.addressof(temperatures), B, R, largest_BR.data_ptr(),
+        threads,
+    )  # fmt: skip
+    return largest_BR
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuSampling:
+    """See `sampling.sampler.Faster`."""
+
+    threads: int
+
+    def draw(self, logits_BRV: Tensor, samplings: Sequence[Sampling], positions_BR: Tensor) -> Tensor | None:
+        """See `draw`."""
+        return draw(logits_BRV, samplings, positions_BR, threads=self.threads)
+
+    def confidence(self, logits_BRV: Tensor, samplings: Sequence[Sampling]) -> Tensor | None:
+        """See `confidence`."""
+        return confidence(logits_BRV, samplings, threads=self.threads)
 
 
 def likeliest(logits_BRV: Tensor, count: int, *, threads: int) -> tuple[Tensor, Tensor]:

@@ -75,6 +75,16 @@ class Position {
         return std::isfinite(likeliest.logit) ? draw_noised() : UNDECIDED;
     }
 
+    /// The probability of the likeliest token, if no token is left out; NaN where there is none.
+    double largest_probability() {
+        bool are_numbers = look_through();
+        float largest = *std::max_element(highest.begin(), highest.end());
+        if (!are_numbers || !std::isfinite(largest)) return NAN;
+        for (float& logit : highest) logit /= choice.temperature;
+        likeliest.logit = largest / choice.temperature;
+        return 1.0 / weight(-INFINITY, [](Vector logit, int64_t) { return logit == logit; });
+    }
+
     /// Writes the `count` likeliest tokens, the best first, and their logits; -1 and -inf after the last that may be chosen,
     /// and where logits are no numbers.
     void likeliest_tokens(int64_t count, int64_t* tokens, float* their_logits) {
@@ -261,6 +271,22 @@ int64_t draw_tokens(
         });
     });
     return std::find(tokens, tokens + count, UNDECIDED) != tokens + count;
+}
+
+/// Writes the probabilities `[rows, places]` of the likeliest tokens at the temperatures of the rows.
+void largest_probabilities(
+    const float* logits, int64_t row_stride, int64_t place_stride, int64_t vocabulary, const float* temperatures,
+    int64_t rows, int64_t places, double* largest, int64_t threads
+) {
+    Team::run(std::min(threads, rows * places), [&](Team& team) {
+        team.each(rows * places, 1, [&](Span some, int) {
+            for (int64_t i = some.first; i < some.last; i++) {
+                const float* from = logits + i / places * row_stride + i % places * place_stride;
+                const Choice all = {0, 0, 1.0, temperatures[i / places], -INFINITY};
+                largest[i] = Position(from, vocabulary, all, 0).largest_probability();
+            }
+        });
+    });
 }
 
 /// Writes the `count` likeliest tokens `[rows, places, count]` and their logits, see `Position::likeliest_tokens`.
