@@ -16,7 +16,6 @@ import time
 from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,7 +33,7 @@ from paradraft.engine.speculation import Speculation
 from paradraft.environment import describe_machine
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.build import kernel_names
-from paradraft.models.forward.cpu.draw import draw
+from paradraft.models.forward.cpu.draw import CpuSampling, draw
 from paradraft.models.runtime import Runtime
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
@@ -66,7 +65,7 @@ def logits_like_text(vocab_size: int, positions: int) -> torch.Tensor:
 def by_vocabulary(runs: int, threads: int) -> dict[str, Any]:
     """Medians in ms of drawing the tokens of some positions, and how often C++ left them to torch."""
     found: dict[str, Any] = defaultdict(dict)
-    faster = {"torch": None, "cpp": partial(draw, threads=threads)}
+    faster = {"torch": None, "cpp": CpuSampling(threads=threads)}
     for vocab_size in VOCABULARIES:
         for number in POSITIONS:
             logits, depths = logits_like_text(vocab_size, number), torch.arange(number)[None]
@@ -127,7 +126,7 @@ class Case:
         self.seconds.clear()
         with ExitStack() as stack:
             if way == "torch":
-                stack.enter_context(mock.patch.object(CausalLM, "draw", None))
+                stack.enter_context(mock.patch.object(CausalLM, "sampling", None))
             for owner, name in ((Sampler, "draw"), (CausalLM, "allowed")):
                 timed = self._timed(name, getattr(owner, name))
                 stack.enter_context(mock.patch.object(owner, name, timed))
