@@ -33,7 +33,7 @@ from paradraft.models.kv_cache import Storage
 from paradraft.models.output_ids import OutputIds
 from paradraft.parents import depths, parents_of_chains
 from paradraft.ragged import from_lists
-from paradraft.sampling.sampler import Faster
+from paradraft.sampling.faster import Faster
 from paradraft.tree import ABSENT
 
 

@@ -12,6 +12,7 @@ Shape letters: B rows of a batch, N positions, T tokens of a text, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -106,6 +107,13 @@ def _counts(texts_BNT: Tensor, vocab_size: int) -> Tensor:
     ids = texts_BNT.where(texts_BNT >= 0, vocab_size).clamp(max=vocab_size)  # padding is counted at index V
     ones = torch.ones_like(ids)
     return torch.zeros(B, N, vocab_size + 1, dtype=torch.long, device=ids.device).scatter_add(2, ids, ones)[..., :-1]
+
+
+def largest_probabilities(logits_BNV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """`[B, N]` the largest probability at the temperature of each row, 1 if greedy, in float64, without filters."""
+    temperatures = torch.tensor([each.temperature or 1.0 for each in samplings], device=logits_BNV.device)
+    scores = logits_BNV / temperatures[:, None, None]
+    return scores.amax(-1).sub(scores.logsumexp(-1)).exp().double()
 
 
 def filtered_logits(logits_BNV: Tensor, sampling: Sampling) -> Tensor:

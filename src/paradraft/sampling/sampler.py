@@ -13,7 +13,6 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,28 +21,21 @@ from paradraft import ragged
 from paradraft.core import CHAINS, Committed, Drafting, Request, RequestError
 from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates, _candidates, joined
-from paradraft.sampling.distribution import best_token, filtered_logits, penalized_logits, probabilities
+from paradraft.sampling.distribution import (
+    best_token,
+    filtered_logits,
+    largest_probabilities,
+    penalized_logits,
+    probabilities,
+)
+from paradraft.sampling.faster import Faster
 from paradraft.sampling.noise import gumbel_noise, seed_of, uniform_numbers, with_noise
-from paradraft.sampling_params import Sampling
 
 # Purposes of random numbers under the rejection rule, where each must be independent of all others.
 _DRAFT, _ACCEPT, _NEXT = 1, 2, 3
 _MOST_DEPTH = 2**20
 CACHED = 2**15
 """Number of float64 values that fit into a CPU's cache a few times."""
-
-
-class Faster(Protocol):
-    """What a sampler does with logits `[B, R, V]` after bias, penalties and processors, and the settings of the rows.
-
-    Each returns None for inputs that it does not support.
-    """
-
-    def draw(self, logits_BRV: Tensor, samplings: Sequence[Sampling], positions_BR: Tensor) -> Tensor | None:
-        """See `Sampler.draw`; `[B, R]` positions in the texts."""
-
-    def confidence(self, logits_BRV: Tensor, samplings: Sequence[Sampling]) -> Tensor | None:
-        """See `Candidates.confidence`."""
 
 
 class Sampler:
@@ -145,9 +137,7 @@ class Sampler:
         faster = None if self._faster is None else self._faster.confidence(logits_BRV, self._samplings)
         if faster is not None:
             return faster
-        temperatures = [1.0 if each.is_greedy else each.temperature for each in self._samplings]
-        scores = logits_BRV / torch.tensor(temperatures, device=logits_BRV.device)[:, None, None]
-        return scores.amax(-1).sub(scores.logsumexp(-1)).exp().double()
+        return largest_probabilities(logits_BRV, self._samplings)
 
     def scores(self, logits_BRV: Tensor, depths_BR: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
         """`[B, R, V]` whose argmax is the target's token: log p, up to a constant, plus noise; see `draw`."""

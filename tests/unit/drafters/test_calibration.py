@@ -18,7 +18,8 @@ PLAIN_S = 0.1
 
 @dataclass
 class Simulation:
-    """Rounds of a batch in which a draft of n rows takes `draft_s(n)`, and each token read before it `reading_s`.
+    """Rounds of a batch in which a draft of n rows takes `draft_s(n)`, each of its tokens `token_s`, and each token
+    read before it `reading_s`.
 
     A draft has `accepted` right tokens, the other parts expect `others`; without it a round commits 1 + others.
     """
@@ -27,12 +28,15 @@ class Simulation:
     others: float = 0.0
     draft_s: Callable[[int], float] = lambda rows: 0.05
     reading_s: float = 0.0067
+    token_s: float = 0.0
     plain_s: float = PLAIN_S
     calibration: Calibration = field(default_factory=lambda: Calibration(is_slow=True))
     unread: list[int] = field(default_factory=list)
     goes_on: list[bool] = field(default_factory=list)
     drafting_s: list[float] = field(default_factory=list)
     """By round, the time of its drafts."""
+    depths: list[int] = field(default_factory=list)
+    """By round, the depth of its drafts."""
 
     def join(self, prompts: Sequence[int], limit: int = 10_000) -> Simulation:
         self.calibration.join(requests([[0] * length for length in prompts], limits=limit))
@@ -46,9 +50,10 @@ class Simulation:
             asked = self.calibration.lengths([4] * B, [self.others] * B, self.plain_s)
             rows = [row for row, length in enumerate(asked) if length]
             read = sum(self.unread[row] for row in rows if not self.goes_on[row])
-            seconds = bool(rows) * (self.draft_s(len(rows)) + self.reading_s * read) + (disturbed or {}).get(
-                number, 0.0
-            )
+            self.depths.append(max(asked))
+            seconds = bool(rows) * (self.draft_s(len(rows)) + self.token_s * max(asked) + self.reading_s * read) + (
+                disturbed or {}
+            ).get(number, 0.0)
             tokens = from_lists([[1, 2, 3, 4][:length] for length in asked])
             self.calibration.nodes(Draft.chain(tokens, confidence=torch.full(tokens.shape, 0.9)), asked, 1.0)
             self.calibration.add_time(seconds)
@@ -148,7 +153,18 @@ def test_only_answers_that_leave_say_how_long_answers_are() -> None:
     for _ in range(50):
         simulation.calibration.keep([0])
     simulation.calibration.keep([])
-    assert simulation.join([400]).calibration.lengths([4], [0.0], PLAIN_S) == [3], "2.7 s save 40 rounds"
+    assert simulation.join([400]).calibration.lengths([4], [0.0], PLAIN_S) == [4], "2.7 s save 40 rounds"
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize(("token_s", "accepted", "depth"), [(0.0, 2, 4), (0.002, 2, 3), (0.002, 4, 4), (0.002, 1, 2)])
+def test_a_draft_is_as_deep_as_pays(token_s: float, accepted: int, depth: int, is_slow: bool) -> None:
+    """Guards drafts of one pass, and of several: a token more that is never accepted costs, if little. One is tried
+    where it is not known to be refused: the one after the last that is accepted."""
+    simulation = Simulation(accepted, token_s=token_s, calibration=Calibration(is_slow=is_slow)).join([20])
+    simulation.run(200)
+    assert set(simulation.depths[100:]) <= {depth - 1, depth}, "the depth, or one less once that is known"
+    assert len(set(simulation.depths[:10])) > 1, "two depths are measured"
 
 
 def test_the_first_draft_of_an_engine_is_timed() -> None:

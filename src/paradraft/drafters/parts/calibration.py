@@ -7,10 +7,12 @@ models and on the text, so it is counted, by confidence.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from paradraft.core import NO_LIMIT, Draft, Request
+from paradraft.drafters.parts.depth_rates import DepthRates
 from paradraft.drafters.parts.draft_times import DraftTimes
 from paradraft.drafters.parts.estimating import Node, at_odds
 from paradraft.parents import depths_of_row
@@ -23,9 +25,7 @@ UNKNOWN = 0.5
 PRIOR = 4.0
 """Weight, in tokens, of the confidence itself as the chance."""
 MEMORY = 0.98
-"""Decay of counts per token, and of the mean length per round with a draft."""
-FIRST, FIRST_PRIOR = 2.0, 2.0
-"""Accepted tokens of a draft before any is known, and the weight of this guess in drafts."""
+"""Decay of counts per token."""
 AGAIN = 16
 """Without times, the rounds without a draft after which one is made, to see how long it would be; twice as many after
 each that does not pay."""
@@ -43,9 +43,9 @@ class RowCalibration:
     >>> row = RowCalibration(length=3)
     >>> for _ in range(50):
     ...     nodes = row.nodes([5, 6], [-1, 0], [0.95, 0.95], 2, 1.0)
-    ...     right = row.learn([5, 7])
-    >>> round(row.accepted(2.0), 1), [round(node.value, 1) for node in nodes]
-    (1.1, [0.5, 0.3])
+    ...     row.learn([5, 7], DepthRates())
+    >>> round(row.rates.accepted(2)[-1], 1), [round(node.value, 1) for node in nodes]
+    (1.0, [0.5, 0.3])
 
     Args:
         length: number of tokens of the prompt.
@@ -57,8 +57,7 @@ class RowCalibration:
         self._length = length
         self.read = 0
         """Tokens that the drafter has read."""
-        self._totals = 0.0, 0.0
-        """Accepted tokens and number of drafts; older ones weigh less."""
+        self.rates = DepthRates()
         self.skipped, self.again = 0, AGAIN
         """Rounds since the last draft, and those after which one is made, if nothing was timed."""
         self.trial = 0
@@ -70,11 +69,6 @@ class RowCalibration:
         """By confidence, tokens after accepted ones, and those of them that were accepted."""
         self._children: dict[int, list[tuple[int, int, int]]] = {}
         """By node of the last draft, its children: token, node and bin."""
-
-    def accepted(self, first: float) -> float:
-        """Mean number of accepted tokens of a draft, if `first` is that of other rows."""
-        tokens, drafts = self._totals
-        return (tokens + FIRST_PRIOR * first) / (drafts + FIRST_PRIOR)
 
     @property
     def unread(self) -> int:
@@ -114,7 +108,8 @@ class RowCalibration:
         for node, (token, parent, sure, depth) in enumerate(rows):
             if token == ABSENT or depth > most or parent not in new:
                 continue
-            index, above = min(int((UNKNOWN if sure is None else sure) * BINS), BINS - 1), new[parent]
+            share = UNKNOWN if sure is None or math.isnan(sure) else sure
+            index, above = min(int(share * BINS), BINS - 1), new[parent]
             chance = at_odds(self._was[index] / self._could[index], factor)
             value = (nodes[above].value if above >= 0 else 1.0) * chance
             new[node] = len(nodes)
@@ -122,18 +117,15 @@ class RowCalibration:
             nodes.append(Node(token, above, value, 1.0 if sure is None else sure))  # the policy "confidence" keeps it
         return nodes
 
-    def learn(self, committed: Sequence[int]) -> int | None:
-        """Compares the draft with the tokens that were committed, down to the last that was decided.
-
-        Returns:
-            The number of accepted tokens; None without a draft.
-        """
+    def learn(self, committed: Sequence[int], all_rows: DepthRates) -> None:
+        """Compares the draft with the tokens that were committed, down to the last that was decided."""
         self._length += len(committed)
-        if not self._children:
-            return None
-        right, at = 0, ABSENT
+        right, at, decided = 0, ABSENT, 0
         for own in committed:
-            after = self._children.get(at, ())
+            after = self._children.get(at)
+            if after is None:
+                break
+            decided += 1
             for token, node, index in after:
                 self._was[index] = MEMORY * self._was[index] + (token == own)
                 self._could[index] = MEMORY * self._could[index] + 1.0
@@ -141,30 +133,32 @@ class RowCalibration:
             if all(token != own for token, _, _ in after):
                 break
             right += 1
-        self._totals = MEMORY * self._totals[0] + right, MEMORY * self._totals[1] + 1.0
+        for rates in (self.rates, all_rows):
+            rates.learn(right=right, decided=decided)
         self._children = {}
-        return right
 
 
 class Calibration:
     """The calibrations of all rows of a batch for one drafter.
 
     Args:
-        is_slow: whether half a draft takes half the time, so that drafts should not be much longer than is accepted.
+        is_slow: whether half a draft takes half the time, so that drafts whose times are unknown should not be much
+            longer than is accepted.
     """
 
     def __init__(self, *, is_slow: bool) -> None:
         self._is_slow = is_slow
         self._rows: list[RowCalibration] = []
-        self._totals = FIRST * FIRST_PRIOR, FIRST_PRIOR
-        """Accepted tokens and number of drafts of all rows, those that have left too; older ones weigh less."""
+        self._rates = DepthRates()
+        """Of all rows, those that have left too."""
         self._answer = ANSWER
         """Mean number of tokens of the answers that have left."""
         self._times = DraftTimes()
         self._plain_s = self._saved_s = 0.0
         """Time of a plain round, or 0; time that trials may take."""
-        self._drafting = self._unread = self._tried = 0
-        """In this round the number of drafting rows, of tokens that they read first, and of rows that are tried."""
+        self._drafting = self._unread = self._tried = self._depth = 0
+        """In this round the number of drafting rows, of tokens that they read first, of rows that are tried, and the
+        depth of the draft."""
 
     def start(self) -> None:
         """Drops all rows."""
@@ -201,13 +195,15 @@ class Calibration:
             plain_s: time of a plain round of all rows, in seconds; 0 if it is unknown. Then nothing depends on times
                 or on other rows.
         """
-        self._plain_s, first = plain_s, self._totals[0] / self._totals[1] if plain_s else FIRST
+        self._plain_s, others = plain_s, self._rates if plain_s else None
         self._drafting = self._unread = self._tried = 0
-        accepted = [row.accepted(first) for row in self._rows]
-        wanted = [row for row, k in enumerate(lengths) if k]
-        more = {row: accepted[row] - expected[row] for row in wanted}
-        rounds = {row: 1.0 + max(accepted[row], expected[row]) for row in wanted}
-        drafting = self._by_time(more, rounds) if plain_s and self._times.are_known else self._by_rounds(more)
+        is_timed = bool(plain_s) and self._times.are_known
+        wanted = {row: self._rows[row].rates.accepted(k, others) for row, k in enumerate(lengths) if k}
+        depths = {row: self._best_depth(accepted, len(wanted), is_timed) for row, accepted in wanted.items()}
+        more = {row: accepted[depths[row]] - expected[row] for row, accepted in wanted.items()}
+        self._depth = max(depths.values(), default=0)
+        rounds = {row: 1.0 + max(more[row], 0.0) + expected[row] for row in wanted}
+        drafting = self._by_time(more, rounds) if is_timed else self._by_rounds(more)
         asked = [0] * len(lengths)
         for number, row in enumerate(self._rows):
             if number not in drafting:
@@ -215,9 +211,24 @@ class Calibration:
                 continue
             self._drafting, self._unread = self._drafting + 1, self._unread + row.unread
             row.draft()
-            most = round(accepted[number]) + 1 if self._is_slow else lengths[number]
-            asked[number] = min(lengths[number], most)
+            asked[number] = depths[number]
+        self._depth = max(asked, default=0)
         return asked
+
+    def _best_depth(self, accepted: Sequence[float], rows: int, is_timed: bool) -> int:
+        """The depth whose accepted tokens are worth most beyond its time.
+
+        Args:
+            accepted: tokens of drafts of each depth, from 0 to the largest.
+            rows: that may draft, and share the time.
+        """
+        most = len(accepted) - 1
+        if not is_timed:
+            return min(round(accepted[-1]) + 1, most) if self._is_slow else most
+        if (other := self._times.depth_to_measure(most)) is not None:
+            return other
+        per_s = len(self._rows) / self._plain_s / rows
+        return max(range(1, most + 1), key=lambda depth: accepted[depth] - per_s * self._times.draft_s(rows, depth))
 
     def _by_rounds(self, more: Mapping[int, float]) -> list[int]:
         """The rows in which drafts have more accepted tokens, and now and then another one.
@@ -250,14 +261,17 @@ class Calibration:
         worth = {row: tokens - per_s * reading_s[row] / left[row] for row, tokens in more.items()}
         order = sorted(worth, key=lambda row: -worth[row])
         sums = itertools.accumulate(worth[row] for row in order)
-        whole = [0.0, *(tokens - per_s * self._times.draft_s(rows) for rows, tokens in enumerate(sums, start=1))]
+        whole = [
+            0.0,
+            *(tokens - per_s * self._times.draft_s(rows, self._depth) for rows, tokens in enumerate(sums, start=1)),
+        ]
         paying, others = order[: (best := whole.index(max(whole)))], order[best:]
         for number in paying:
             self._rows[number].trial = 0
         tried: list[int] = []
         for number in others:
             row, rows = self._rows[number], len(paying) + len(tried) + 1
-            cost_s = TRIAL * self._times.draft_s(rows) / rows + reading_s[number]
+            cost_s = TRIAL * self._times.draft_s(rows, self._depth) / rows + reading_s[number]
             if not row.trial and not tried and cost_s <= self._saved_s:
                 row.trial = TRIAL
             if row.trial:
@@ -269,7 +283,7 @@ class Calibration:
     def add_time(self, seconds: float) -> None:
         """Adds the time of the drafts of this round."""
         if self._plain_s and self._drafting:
-            self._times.add(seconds, rows=self._drafting, unread=self._unread)
+            self._times.add(seconds, rows=self._drafting, depth=self._depth, unread=self._unread)
             self._saved_s -= seconds * self._tried / self._drafting
             self._saved_s = max(self._saved_s, -MOST_SAVED * self._plain_s)
 
@@ -283,5 +297,4 @@ class Calibration:
     def learn(self, committed: Sequence[Sequence[int]]) -> None:
         """Adds the committed tokens of a round."""
         for row, tokens in zip(self._rows, committed, strict=True):
-            if (right := row.learn(tokens)) is not None:
-                self._totals = MEMORY * self._totals[0] + right, MEMORY * self._totals[1] + 1.0
+            row.learn(tokens, self._rates)

@@ -72,7 +72,7 @@ def confidence(logits_BRV: Tensor, samplings: Sequence[Sampling], *, threads: in
 
 @dataclass(frozen=True, kw_only=True)
 class CpuSampling:
-    """See `sampling.sampler.Faster`."""
+    """See `sampling.faster.Faster`."""
 
     threads: int
 
