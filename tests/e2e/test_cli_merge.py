@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from paradraft.engine.automatic import automatic
@@ -238,6 +238,11 @@ def test_mistakes(paradraft: Paradraft, family: Path, tuned: Path, tmp_path: Pat
         kept = (tmp_path / "damaged" / name).read_bytes()
         (tmp_path / "damaged" / name).write_bytes(kept[:40])
         assert_mistake(paradraft("merge", tmp_path / "damaged", *out), "cannot load adapter")
+        for bad in (torch.nan, torch.inf):
+            tensors = load_file(adapter / name)
+            next(each for each in tensors.values() if each.is_floating_point()).view(-1)[-1] = bad
+            save_file(tensors, tmp_path / "damaged" / name)
+            assert_mistake(paradraft("merge", tmp_path / "damaged", *out), name, "has NaN or infinite numbers")
         (tmp_path / "damaged" / name).write_bytes(kept)
     (tmp_path / "damaged" / "adapter_config.json").write_text("[]", encoding="utf-8")
     assert_mistake(paradraft("merge", tmp_path / "damaged", *out), "is no adapter")

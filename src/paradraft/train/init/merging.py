@@ -150,15 +150,23 @@ def merge(adapter: Path, base: Checkpoint, out: Path) -> None:
     model = load_numbers(base.folder, Runtime(device="cpu", dtype=dtype), head=base.head)
     rows = None if base.head is None else base.head.vocab_map
     with loading_of(f"adapter {str(adapter)!r}"), without_deprecations():
-        stored, beside = load_file(adapter / WEIGHTS), dict[str, dict[str, Tensor]]()
+        stored, beside = _numbers_in(adapter / WEIGHTS), dict[str, dict[str, Tensor]]()
         if wanted is None:
             _make_room(model, stored, rows, tokenizer)
         else:
             _make_draft(model, adapter, wanted, rows, tokenizer)
             if getattr(wanted, RANK, None) is not None:
-                beside[PREVIOUS_TOKEN_HEAD] = load_file(adapter / PREVIOUS_TOKEN_HEAD)
+                beside[PREVIOUS_TOKEN_HEAD] = _numbers_in(adapter / PREVIOUS_TOKEN_HEAD)
         merged = _merged(model, adapter, stored, base.name)
     save_model(out, merged.to(torch.bfloat16).eval(), tokenizer, beside)
+
+
+def _numbers_in(file: Path) -> dict[str, Tensor]:
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} in {file.name} has NaN or infinite numbers: take an earlier checkpoint")
+    return tensors
 
 
 def _check_shape(wanted: PretrainedConfig, base: Checkpoint) -> None:
@@ -214,7 +222,7 @@ def _make_draft(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Gives a base, in place, the rows, norm and config of a draft."""
-    stored, used = load_file(adapter / DRAFT), used_rows(tokenizer)
+    stored, used = _numbers_in(adapter / DRAFT), used_rows(tokenizer)
     resize(model, wanted.vocab_size, used)
     norm, offset = cast(Any, model.model).norm.weight, spec_of(model.config).norm_offset
     own, trained = (normalize(each.float() + offset, dim=0) for each in (norm, stored[NORM]))
