@@ -146,6 +146,21 @@ def test_answers_that_end_soon_are_not_drafted_after_long_prompts() -> None:
     assert not any(drafting[12:])
 
 
+def test_a_long_text_is_not_read_for_a_few_rounds() -> None:
+    """Guards answers that repeat themselves after their first lines: in the first rounds only the slow part has drafts,
+    and reading the prompt costs more than these few save."""
+    simulation = Simulation()
+    simulation.answer(20, 50)
+    drafting = []
+    for others in [3.0] * 20 + [0.0] * 60:
+        simulation.others = 0.0
+        first = simulation.answer(600, 4)
+        simulation.others = others
+        drafting.append(first + simulation.run(200))
+    assert sum(map(any, drafting[10:20])) < 2, "4 s of reading save 4 rounds 1.5 tokens each: a trial at most"
+    assert all(map(all, drafting[-20:])), "and here all 204 rounds"
+
+
 def test_only_answers_that_leave_say_how_long_answers_are() -> None:
     """Guards batches, whose rows move when others leave."""
     simulation = Simulation().join([20])

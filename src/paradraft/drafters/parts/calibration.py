@@ -15,6 +15,7 @@ from paradraft.core import NO_LIMIT, Draft, Request
 from paradraft.drafters.parts.depth_rates import DepthRates
 from paradraft.drafters.parts.draft_times import DraftTimes
 from paradraft.drafters.parts.estimating import Node, at_odds
+from paradraft.drafters.parts.rest_gains import RestGains
 from paradraft.parents import depths_of_row
 from paradraft.tree import ABSENT
 
@@ -156,6 +157,8 @@ class Calibration:
         self._times = DraftTimes()
         self._plain_s = self._saved_s = 0.0
         """Time of a plain round, or 0; time that trials may take."""
+        self._gains = RestGains()
+        """Of drafts, in tokens beyond their time; 0 where they do not pay."""
         self._drafting = self._unread = self._tried = self._depth = 0
         """In this round the number of drafting rows, of tokens that they read first, of rows that are tried, and the
         depth of the draft."""
@@ -248,7 +251,7 @@ class Calibration:
     def _by_time(self, more: Mapping[int, float], rounds: Mapping[int, float]) -> list[int]:
         """The rows in which drafts have more accepted tokens than plain rounds commit in their time, and trials.
 
-        The time of a draft is shared by its rows; that of reading a text is spread over the rest of the answer.
+        The time of a draft is shared by its rows.
 
         Args:
             more: see `_by_rounds`.
@@ -257,8 +260,12 @@ class Calibration:
         self._saved_s = min(self._saved_s + EXPLORE * self._plain_s, MOST_SAVED * self._plain_s)
         per_s = len(self._rows) / self._plain_s
         reading_s = {row: self._times.reading_s * self._rows[row].unread for row in more}
-        left = {row: max(min(self._rows[row].room, self._answer) / rounds[row], 1.0) for row in more}
-        worth = {row: tokens - per_s * reading_s[row] / left[row] for row, tokens in more.items()}
+        share = per_s * self._times.draft_s(len(more), self._depth) / max(len(more), 1)
+        gains = {row: max(tokens - share, 0.0) for row, tokens in more.items()}
+        now = {row: self._part_now(row, gain, rounds[row]) for row, gain in gains.items()}
+        worth = {row: tokens - per_s * reading_s[row] * now[row] for row, tokens in more.items()}
+        for number, gain in gains.items():
+            self._gains.learn(self._rows[number].answered, gain)
         order = sorted(worth, key=lambda row: -worth[row])
         sums = itertools.accumulate(worth[row] for row in order)
         whole = [
@@ -279,6 +286,13 @@ class Calibration:
                 tried.append(number)
         self._tried = len(tried)
         return paying + tried
+
+    def _part_now(self, number: int, gain: float, per_round: float) -> float:
+        """The part of the time of reading a text that counts in this round: that of its gain in all that follow."""
+        row = self._rows[number]
+        end = row.answered + min(row.room, self._answer)
+        later = self._gains.after(row.answered, end, per_round=per_round, guess=gain)
+        return gain / (gain + later) if gain else 0.0
 
     def add_time(self, seconds: float) -> None:
         """Adds the time of the drafts of this round."""
