@@ -361,6 +361,37 @@ def trained_cells(name: str) -> list[str]:
     return shown
 
 
+UNION_DRAFT = "draft=build/d"
+UNION = {
+    "the 0.5B file drafts, K = 3": TRAINED["the 0.5B file drafts, K = 3"],
+    "PARD, K = 6, `expected`": f"pard:k=6:lengths=expected:{UNION_DRAFT}",
+    "`suffix+recycle`, `expected`": "suffix+recycle:lengths=expected",
+    "`suffix+recycle+pard`, K = 6, `expected`": f"suffix+recycle+pard:k=6:lengths=expected:{UNION_DRAFT}",
+}
+UNION_TASKS = {
+    f"{name}, T = {temperature}": f"{task}-t{temperature}"
+    for temperature in ("0", "0.8")
+    for name, task in (("HumanEval", "humaneval"), ("GSM8K", "gsm8k"), ("chat", "chat"))
+}
+
+
+def union_cell(task: str, name: str) -> str:
+    found = methods(f"real-qwen2.5-coder-1.5b-auto-{task}_epyc-avx512-2cores_2026-11-28")
+    if name not in found:
+        return "–"
+    one, plain = found[name], found["ar"]
+    assert one["identical_to_ar"]
+    whole = one["tokens_per_s"]["median"] / plain["tokens_per_s"]["median"]
+    return f"{times(whole)} ({times(plain['tpot_ms']['p50'] / one['tpot_ms']['p50'])})"
+
+
+def test_the_union_with_the_trained_draft_is_as_measured() -> None:
+    """Guards what users get without an option."""
+    rows = table("benchmarks/README.md", "times plain decoding", *UNION_TASKS)
+    expected = [[name, *(union_cell(task, UNION[name]) for task in UNION_TASKS.values())] for name, *_ in rows]
+    assert rows == expected and len(rows) == len(UNION)
+
+
 def test_the_trained_draft_is_as_measured() -> None:
     """Guards the figures of a shipped draft against those of another one."""
     rows = table("benchmarks/README.md", *TRAINED_HEAD)
