@@ -52,6 +52,20 @@ CURVES = (
         file="benchmarks/training-qwen2.5-coder-1.5b-pard_epyc-avx512-2cores_2026-11-27.jsonl",
     ),
     Curve(
+        drafter="pard",
+        family="SmolLM2 135M Q4_1 (a cut of 8 of its 30 layers, 6,842 answers, K = 4)",
+        is_real=True,
+        points=((0, 1.00), (208_000, 1.13)),
+        file="benchmarks/training-smollm2-pard-cut_epyc-avx512-2cores_2026-11-28.jsonl",
+    ),
+    Curve(
+        drafter="ppd",
+        family="SmolLM2 135M Q4_1 (6,842 answers, 3 prompt tokens, passes of 24 nodes)",
+        is_real=True,
+        points=((0, 1.41), (175_000, 1.58)),
+        file="benchmarks/training-smollm2-ppd_epyc-avx512-2cores_2026-11-28.jsonl",
+    ),
+    Curve(
         drafter="eagle_parallel",
         family="SmolLM2 135M Q4_1 (6,794 answers, K = 6, 12,288 ids)",
         is_real=True,
