@@ -171,6 +171,16 @@ def test_only_answers_that_leave_say_how_long_answers_are() -> None:
     assert simulation.join([400]).calibration.lengths([4], [0.0], PLAIN_S) == [4], "2.7 s save 40 rounds"
 
 
+def test_confidence_may_be_no_number() -> None:
+    """Guards all rows of an engine against a draft model with damaged weights in a union: it counts as unknown."""
+    calibration = Calibration(is_slow=False)
+    calibration.join(requests([[0]]))
+    asked = calibration.lengths([2], [0.0], 0.0)
+    draft = Draft.chain(from_lists([[5, 6]]), confidence=torch.tensor([[torch.nan, 0.9]]))
+    (nodes,) = calibration.nodes(draft, asked, 1.0)
+    assert [node.token for node in nodes] == [5, 6] and 0.0 < nodes[1].value < nodes[0].value < 1.0
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize(("token_s", "accepted", "depth"), [(0.0, 2, 4), (0.002, 2, 3), (0.002, 4, 4), (0.002, 1, 2)])
 def test_a_draft_is_as_deep_as_pays(token_s: float, accepted: int, depth: int, is_slow: bool) -> None:

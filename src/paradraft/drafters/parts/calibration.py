@@ -199,14 +199,13 @@ class Calibration:
                 or on other rows.
         """
         self._plain_s, others = plain_s, self._rates if plain_s else None
-        self._drafting = self._unread = self._tried = 0
+        self._drafting = self._unread = self._tried = self._depth = 0
         is_timed = bool(plain_s) and self._times.are_known
         wanted = {row: self._rows[row].rates.accepted(k, others) for row, k in enumerate(lengths) if k}
         depths = {row: self._best_depth(accepted, len(wanted), is_timed) for row, accepted in wanted.items()}
         more = {row: accepted[depths[row]] - expected[row] for row, accepted in wanted.items()}
-        self._depth = max(depths.values(), default=0)
         rounds = {row: 1.0 + max(more[row], 0.0) + expected[row] for row in wanted}
-        drafting = self._by_time(more, rounds) if is_timed else self._by_rounds(more)
+        drafting = self._by_time(more, rounds, max(depths.values(), default=0)) if is_timed else self._by_rounds(more)
         asked = [0] * len(lengths)
         for number, row in enumerate(self._rows):
             if number not in drafting:
@@ -215,7 +214,7 @@ class Calibration:
             self._drafting, self._unread = self._drafting + 1, self._unread + row.unread
             row.draft()
             asked[number] = depths[number]
-        self._depth = max(asked, default=0)
+            self._depth = max(self._depth, depths[number])
         return asked
 
     def _best_depth(self, accepted: Sequence[float], rows: int, is_timed: bool) -> int:
@@ -248,7 +247,7 @@ class Calibration:
                 drafting.append(number)
         return drafting
 
-    def _by_time(self, more: Mapping[int, float], rounds: Mapping[int, float]) -> list[int]:
+    def _by_time(self, more: Mapping[int, float], rounds: Mapping[int, float], depth: int) -> list[int]:
         """The rows in which drafts have more accepted tokens than plain rounds commit in their time, and trials.
 
         The time of a draft is shared by its rows.
@@ -256,11 +255,12 @@ class Calibration:
         Args:
             more: see `_by_rounds`.
             rounds: by row, the expected tokens of a round.
+            depth: of the deepest draft that is wanted.
         """
         self._saved_s = min(self._saved_s + EXPLORE * self._plain_s, MOST_SAVED * self._plain_s)
         per_s = len(self._rows) / self._plain_s
         reading_s = {row: self._times.reading_s * self._rows[row].unread for row in more}
-        share = per_s * self._times.draft_s(len(more), self._depth) / max(len(more), 1)
+        share = per_s * self._times.draft_s(len(more), depth) / max(len(more), 1)
         gains = {row: max(tokens - share, 0.0) for row, tokens in more.items()}
         now = {row: self._part_now(row, gain, rounds[row]) for row, gain in gains.items()}
         worth = {row: tokens - per_s * reading_s[row] * now[row] for row, tokens in more.items()}
@@ -268,17 +268,15 @@ class Calibration:
             self._gains.learn(self._rows[number].answered, gain)
         order = sorted(worth, key=lambda row: -worth[row])
         sums = itertools.accumulate(worth[row] for row in order)
-        whole = [
-            0.0,
-            *(tokens - per_s * self._times.draft_s(rows, self._depth) for rows, tokens in enumerate(sums, start=1)),
-        ]
+        drafts = (per_s * self._times.draft_s(rows, depth) for rows in itertools.count(1))
+        whole = [0.0, *(tokens - time for tokens, time in zip(sums, drafts, strict=False))]
         paying, others = order[: (best := whole.index(max(whole)))], order[best:]
         for number in paying:
             self._rows[number].trial = 0
         tried: list[int] = []
         for number in others:
             row, rows = self._rows[number], len(paying) + len(tried) + 1
-            cost_s = TRIAL * self._times.draft_s(rows, self._depth) / rows + reading_s[number]
+            cost_s = TRIAL * self._times.draft_s(rows, depth) / rows + reading_s[number]
             if not row.trial and not tried and cost_s <= self._saved_s:
                 row.trial = TRIAL
             if row.trial:

@@ -252,6 +252,16 @@ class Position {
     }
 };
 
+/// Visits all places of all rows, on several threads.
+template <class Visit> static void each_place(int64_t rows, int64_t places, int64_t threads, Visit visit) {
+    int64_t count = rows * places;
+    Team::run(std::min(threads, count), [&](Team& team) {
+        team.each(count, 1, [&](Span some, int) {
+            for (int64_t i = some.first; i < some.last; i++) visit(i);
+        });
+    });
+}
+
 extern "C" {
 
 /// Writes the tokens `[rows, places]` that rows draw at positions `[rows, places]` from logits, whose rows and places lie so
@@ -260,17 +270,12 @@ int64_t draw_tokens(
     const float* logits, int64_t row_stride, int64_t place_stride, int64_t vocabulary, const Choice* choices,
     const int64_t* positions, int64_t rows, int64_t places, int64_t* tokens, int64_t threads
 ) {
-    int64_t count = rows * places;
-    Team::run(std::min(threads, count), [&](Team& team) {
-        team.each(count, 1, [&](Span some, int) {
-            for (int64_t i = some.first; i < some.last; i++) {
-                int64_t row = i / places, place = i % places;
-                const float* from = logits + row * row_stride + place * place_stride;
-                tokens[i] = Position(from, vocabulary, choices[row], positions[i]).draw();
-            }
-        });
+    each_place(rows, places, threads, [&](int64_t i) {
+        const float* from = logits + i / places * row_stride + i % places * place_stride;
+        tokens[i] = Position(from, vocabulary, choices[i / places], positions[i]).draw();
     });
-    return std::find(tokens, tokens + count, UNDECIDED) != tokens + count;
+    int64_t* end = tokens + rows * places;
+    return std::find(tokens, end, UNDECIDED) != end;
 }
 
 /// Writes the probabilities `[rows, places]` of the likeliest tokens at the temperatures of the rows.
@@ -278,14 +283,10 @@ void largest_probabilities(
     const float* logits, int64_t row_stride, int64_t place_stride, int64_t vocabulary, const float* temperatures,
     int64_t rows, int64_t places, double* largest, int64_t threads
 ) {
-    Team::run(std::min(threads, rows * places), [&](Team& team) {
-        team.each(rows * places, 1, [&](Span some, int) {
-            for (int64_t i = some.first; i < some.last; i++) {
-                const float* from = logits + i / places * row_stride + i % places * place_stride;
-                const Choice all = {0, 0, 1.0, temperatures[i / places], -INFINITY};
-                largest[i] = Position(from, vocabulary, all, 0).largest_probability();
-            }
-        });
+    each_place(rows, places, threads, [&](int64_t i) {
+        const float* from = logits + i / places * row_stride + i % places * place_stride;
+        const Choice all = {0, 0, 1.0, temperatures[i / places], -INFINITY};
+        largest[i] = Position(from, vocabulary, all, 0).largest_probability();
     });
 }
 
@@ -295,13 +296,9 @@ void likeliest_tokens(
     int64_t count, int64_t* tokens, float* their_logits, int64_t threads
 ) {
     const Choice greedy = {0, 0, 1.0, 0.0f, -INFINITY};
-    Team::run(std::min(threads, rows * places), [&](Team& team) {
-        team.each(rows * places, 1, [&](Span some, int) {
-            for (int64_t i = some.first; i < some.last; i++) {
-                const float* from = logits + i / places * row_stride + i % places * place_stride;
-                Position(from, vocabulary, greedy, 0).likeliest_tokens(count, tokens + i * count, their_logits + i * count);
-            }
-        });
+    each_place(rows, places, threads, [&](int64_t i) {
+        const float* from = logits + i / places * row_stride + i % places * place_stride;
+        Position(from, vocabulary, greedy, 0).likeliest_tokens(count, tokens + i * count, their_logits + i * count);
     });
 }
 }
