@@ -12,7 +12,6 @@ Shape letters: B rows of a batch, N positions, T tokens of a text, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -109,10 +108,9 @@ def _counts(texts_BNT: Tensor, vocab_size: int) -> Tensor:
     return torch.zeros(B, N, vocab_size + 1, dtype=torch.long, device=ids.device).scatter_add(2, ids, ones)[..., :-1]
 
 
-def largest_probabilities(logits_BNV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """`[B, N]` the largest probability at the temperature of each row, 1 if greedy, in float64, without filters."""
-    temperatures = torch.tensor([each.temperature or 1.0 for each in samplings], device=logits_BNV.device)
-    scores = logits_BNV / temperatures[:, None, None]
+def largest_probabilities(logits_BNV: Tensor, temperatures_B: Tensor) -> Tensor:
+    """`[B, N]` the largest probability at each position, in float64; filters do not count."""
+    scores = logits_BNV / temperatures_B[:, None, None]
     return scores.amax(-1).sub(scores.logsumexp(-1)).exp().double()
 
 

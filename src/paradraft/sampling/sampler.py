@@ -102,6 +102,8 @@ class Sampler:
         self._acceptance_seeds_B = seed_of(self._seeds_B, _ACCEPT)
         self._prompt_lengths_B = upload([len(request.tokens) - request.answered for request in requests], device)
         self._limits_B = upload([request.max_new_tokens for request in requests], device)
+        self._temperatures_B = torch.tensor([each.temperature or 1.0 for each in samplings], device=device)
+        """Those at which the confidence is taken."""
         self._is_random_B = torch.tensor([not sampling.is_greedy for sampling in samplings], device=device)
         self._are_random = not any(sampling.is_greedy for sampling in samplings)
         self._are_greedy = all(sampling.is_greedy for sampling in samplings)
@@ -137,7 +139,7 @@ class Sampler:
         faster = None if self._faster is None else self._faster.confidence(logits_BRV, self._samplings)
         if faster is not None:
             return faster
-        return largest_probabilities(logits_BRV, self._samplings)
+        return largest_probabilities(logits_BRV, self._temperatures_B)
 
     def scores(self, logits_BRV: Tensor, depths_BR: Tensor, paths_BRD: Tensor | None = None) -> Tensor:
         """`[B, R, V]` whose argmax is the target's token: log p, up to a constant, plus noise; see `draw`."""
