@@ -23,6 +23,7 @@ from paradraft.sources import recorded
 from paradraft.sources.recorded import remember_drafter
 from paradraft.train.drafters.pard_recipe import ORDINARY_K, PardRecipe
 from paradraft.train.init.adaptation import Lora
+from paradraft.train.run.expectations import curves_in_words
 from paradraft.train.run.progress import Evaluation, Progress
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.e2e.conftest import EXACT, INTERRUPTED, MISTAKE, Paradraft, assert_mistake
@@ -198,7 +199,8 @@ def test_a_run_says_early_what_it_will_take(paradraft: Paradraft, recipe: Path, 
     asked = ["train", "pard", recipe, f"target={family / 'target'}", "held_out=1", "evaluate_every=2"]
     lines = paradraft(*asked, f"out={tmp_path / 'out'}").out.splitlines()
     (at,) = (index for index, line in enumerate(lines) if line.startswith("expected: "))
-    assert lines[at - 1].startswith(("step 2/", "step 2:")) and lines[at + 3].startswith("step 3/")
+    after = next(index for index, line in enumerate(lines) if line.startswith("step 3/"))
+    assert lines[at - 1].startswith(("step 2/", "step 2:")) and lines[at + 1 : after] == curves_in_words("pard")
     assert re.fullmatch(
         rf"expected: [\d,]+ rows in {STEPS} steps, \d+ s \(\d+ rows/s in .*; 3 evaluations of \d+ s\)", lines[at]
     )
