@@ -20,6 +20,7 @@ from torch.nn.functional import smooth_l1_loss
 
 from paradraft.drafters.parts.draft_layers import layers_like, side_by_side
 from paradraft.drafters.parts.previous_token import MOST_RANK, new_head
+from paradraft.models.architectures import spec_of
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.quantized import as_numbers
 from paradraft.sources.loading import load_config, locate
@@ -40,6 +41,10 @@ from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.recipe import Part
 from paradraft.train.trainee import RunData
 
+UNSURE = 0.2
+"""Share of the target's final norm that the norm of new layers has: their first logits, from states that predict
+nothing yet, would be as sure as the target's."""
+
 
 class LayersRecipe(DraftHeadRecipe):
     """Settings of trainings of decoder layers on the target's states."""
@@ -54,7 +59,9 @@ class LayersRecipe(DraftHeadRecipe):
         description="target layers whose states are read: 0 for the embeddings, i after the i-th layer, -1 after the "
         "final norm; several, as in EAGLE-3, are joined by a linear layer",
     )
-    final_norm: bool = Field(default=True, description="a norm after the layers, initialized to the target's last one")
+    final_norm: bool = Field(
+        default=True, description="a norm after the layers, initialized to a fifth of the target's last one"
+    )
     regression: float = Field(default=0.0, ge=0, description="weight of the loss of the states (Eq. 4)")
     classification: float = Field(default=1.0, ge=0, description="weight of the loss of the tokens")
 
@@ -118,7 +125,9 @@ class LayersObjective(HeadObjective):
                 weights = {name: as_numbers(weight) for name, weight in layer.named_parameters() if name in names}
                 own.load_state_dict(weights)
         if recipe.final_norm:
-            body.norm.load_state_dict(base.norm.state_dict())
+            offset = spec_of(target.model.config).norm_offset
+            with torch.no_grad():
+                body.norm.weight.copy_(UNSURE * (base.norm.weight + offset) - offset)
         else:
             body.norm = nn.Identity()
         model.requires_grad_(True)
@@ -183,11 +192,14 @@ class LayersObjective(HeadObjective):
 
 
 def sum_of_inputs(target: Teacher, *, bias: bool = True) -> nn.Linear:
-    """Linear layer that joins embedding and state, initialized to their sum, the embedding scaled to a state's size."""
+    """Linear layer that joins embedding and state, initialized to their sum, the state scaled to an embedding's size.
+
+    A decoder layer hardly changes an input that is much larger than its own, so the drafter would repeat the state.
+    """
     width, ratio = target.model.config.hidden_size, embedding_scale(target)
     joined = nn.Linear(2 * width, width, bias=bias)
     with torch.no_grad():
-        joined.weight.copy_(torch.cat([ratio * torch.eye(width), torch.eye(width)], dim=1))
+        joined.weight.copy_(torch.cat([torch.eye(width), torch.eye(width) / ratio], dim=1))
         if bias:
             joined.bias.zero_()
     return joined

@@ -72,6 +72,13 @@ CURVES = (
         points=((0, 1.03), (6_600_000, 1.63), (21_200_000, 2.05), (30_300_000, 2.19)),
         file="benchmarks/training-smollm2-eagle_parallel_h200_2026-11-27.jsonl",
     ),
+    Curve(
+        drafter="eagle_parallel",
+        family="Qwen2.5-Coder 0.5B Q4_K_M (6,842 answers, K = 4, 12,288 ids)",
+        is_real=True,
+        points=((0, 1.01), (370_000, 1.32)),
+        file="benchmarks/training-qwen2.5-coder-0.5b-eagle_parallel_epyc-avx512-2cores_2026-11-28.jsonl",
+    ),
 )
 """Recorded runs, one per family."""
 

@@ -96,7 +96,7 @@ def model_card(
     return "\n".join([
         *head,
         "",
-        f"# A {name} drafter",
+        f"# {name} drafter",
         "",
         "It guesses tokens that a larger model then checks, so that the larger model answers faster with the same text",
         f"(speculative decoding). Trained with paradraft {version('paradraft')}; all settings are in `{RECORD}`.",

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from paradraft.engine.loader import load
+from paradraft.models.output_head import sizes_of
 from paradraft.models.runtime import Runtime
 from paradraft.train import trainee_module
+from paradraft.train.drafters.draft_layers import UNSURE
 from paradraft.train.run import launch, setup
 from tests.contract.test_every_trainee import SETTINGS, recipe_for
 from tests.support.kinds import model_of
@@ -43,6 +45,24 @@ def test_more_layers_than_the_target_has(family: Path, tmp_path: Path, name: str
     (recipe.out / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**7}))
     with pytest.raises(ValueError, match=r"its config.json has 10000000 layers, its weights 4: train it again"):
         load(str(family / "target"), **options)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("name", ["eagle", "eagle_parallel"])
+def test_new_layers_begin_unsure(family: Path, tmp_path: Path, name: str, kind: str) -> None:
+    """Guards the first hour of a run against unlearning: layers that hardly change an input repeat the last token, as
+    sure as the target is. Gemma's norms add 1 to their weights, and its embeddings are scaled."""
+    shutil.copytree(family / "target", tmp_path / "target")
+    model_of(kind).save_pretrained(tmp_path / "target")
+    recipe = recipe_for(name, family, tmp_path / "out", k=2, model=str(tmp_path / "target"))
+    objective = setup.prepare(recipe, trainee_module(name).build, torch.device("cpu"), processes=1).trainee.objective
+    embeddings, states = sizes_of(objective.target.model)
+    with torch.no_grad():
+        both = [torch.full((32,), embeddings), torch.zeros(32)], [torch.zeros(32), torch.full((32,), states)]
+        for each in both:
+            torch.testing.assert_close(objective.fc(torch.cat(each)), torch.full((32,), embeddings))
+        own = objective.norm(torch.ones(1, 32))
+        torch.testing.assert_close(own, UNSURE * objective.target.model.model.norm(torch.ones(1, 32)))
 
 
 def test_own_heads_are_those_of_the_depth(family: Path, tmp_path: Path) -> None:
