@@ -59,6 +59,13 @@ CURVES = (
         file="benchmarks/training-smollm2-pard-cut_epyc-avx512-2cores_2026-11-28.jsonl",
     ),
     Curve(
+        drafter="pard",
+        family="Qwen2.5-Coder 0.5B Q4_K_M (a cut of 6 of its 24 layers, 12,288 ids, 6,842 answers, K = 4)",
+        is_real=True,
+        points=((0, 1.00), (139_000, 1.09)),
+        file="benchmarks/training-qwen2.5-coder-0.5b-pard-cut_epyc-avx512-2cores_2026-11-28.jsonl",
+    ),
+    Curve(
         drafter="ppd",
         family="SmolLM2 135M Q4_1 (6,842 answers, 3 prompt tokens, passes of 24 nodes)",
         is_real=True,
