@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from itertools import count, islice
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from paradraft.engine.engine import Engine
 from paradraft.files import write_output
 from paradraft.sampling_params import Sampling
@@ -55,25 +57,34 @@ def write_own_questions(
         of: digest of the model, which each line has.
 
     Raises:
-        ValueError: as `own_questions`, or the file is not one of these, or of another model.
+        ValueError: as `own_questions`, or the file is not one of these, or of another model, or another run writes it.
     """
-    lines = _whole_lines(file)
-    if lines and not lines[0].startswith(beginning := f'{{"asked by": {json.dumps(of)}, '.encode()):
+    try:
+        lock = FileLock(f"{file}.lock", blocking=False).acquire()
+    except Timeout:
+        raise ValueError(f"{file} is being written by another run: wait for it, or stop it") from None
+    with lock:
+        known = _known(file, f'{{"asked by": {json.dumps(of)}, '.encode())
+        questions = islice(own_questions(engine, known, batch_size=batch_size), max(wanted - known, 0))
+        for number, question in enumerate(questions, start=known):
+            record = {"asked by": of, "number": number, "messages": [{"role": "user", "content": question}]}
+            with file.open("ab") as out:
+                out.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            report(f"{number + 1}/{wanted} questions")
+
+
+def _known(file: Path, beginning: bytes) -> int:
+    """The number of lines of a file, none without one, after a last line that a crash has torn is cut off.
+
+    Raises:
+        ValueError: its first line, or what is left of that, begins otherwise; then it is unchanged.
+    """
+    content = file.read_bytes() if file.exists() else b""
+    size = min(len(beginning), len(content))
+    if content[:size] != beginning[:size]:
         begins = beginning.decode().removesuffix(", ")
         raise ValueError(f"{file} holds other questions, not this model's ({begins}, …): name another --out")
-    questions = islice(own_questions(engine, len(lines), batch_size=batch_size), max(wanted - len(lines), 0))
-    for number, question in enumerate(questions, start=len(lines)):
-        record = {"asked by": of, "number": number, "messages": [{"role": "user", "content": question}]}
-        with file.open("ab") as out:
-            out.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        report(f"{number + 1}/{wanted} questions")
-
-
-def _whole_lines(file: Path) -> list[bytes]:
-    """The lines of a file, without a last one that a crash has torn, which is cut off; none without a file."""
-    if not file.exists():
-        return []
-    *lines, torn = file.read_bytes().split(b"\n")
+    *lines, torn = content.split(b"\n")
     if torn:
         write_output(file, b"".join(line + b"\n" for line in lines))
-    return lines
+    return len(lines)

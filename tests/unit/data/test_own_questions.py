@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from paradraft import load
 from paradraft.data.own_questions import own_questions, write_own_questions
@@ -48,11 +49,14 @@ def test_a_file_of_questions_is_continued(plain: Engine, tmp_path: Path, monkeyp
     stopped.write_text(whole.read_text()[:-20])
     write_own_questions(plain, stopped, 4, of="model", batch_size=2, report=said.append)
     assert stopped.read_bytes() == whole.read_bytes()
-    for content in (b'{"messages": []}\n', b"5\n", b"\n", b"\xff\n"):
+    last = b'{"prompt": "by hand"}'  # without an end of line, as after a crash
+    for content in (b'{"messages": []}\n', b"5\n", b"\n", b"\xff\n", last, last + b"\n" + last, b'{"asked by": "n'):
         other.write_bytes(content)
         with pytest.raises(ValueError, match=r"other\.jsonl holds other questions.*name another --out"):
             write_own_questions(plain, other, 4, of="model", batch_size=2, report=said.append)
         assert other.read_bytes() == content
+    with FileLock(f"{whole}.lock"), pytest.raises(ValueError, match="being written by another run"):
+        write_own_questions(plain, whole, 5, of="model", batch_size=2, report=said.append)
     with pytest.raises(ValueError, match="not this model's"):
         write_own_questions(plain, whole, 5, of="other", batch_size=2, report=said.append)
 

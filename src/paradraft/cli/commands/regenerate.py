@@ -72,6 +72,7 @@ HERE = (*OPTIONS[Speculation], "batch_size", *OPTIONS[Runtime])
 THERE = ("model", "concurrency", "retries", "timeout", "api_key_env", "request_fields")
 """Options of only --target (HERE) or only --endpoint (THERE)."""
 SHOWN_FAILURES = 5
+STOPPED = "stopped; {file} keeps what was written, and the same command goes on from there"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,9 +195,13 @@ def regenerate(context: typer.Context, *, args: RegenerateArgs) -> None:
     names = read_object(args.columns or "{}", "--columns", '{"user": "instruction"}')
     check_columns(names)
     questions = [] if args.prompts is None else read_questions(args.prompts, samples, names)
-    answerer = args.answerer(variables_of(args.chat_template_kwargs))
-    if args.prompts is None:
-        questions = read_questions(_asked_itself(args, answerer), samples, names)
+    answerer, errors = args.answerer(variables_of(args.chat_template_kwargs)), console(stderr=True)
+    try:
+        if args.prompts is None:
+            questions = read_questions(_asked_itself(args, answerer), samples, names)
+    except KeyboardInterrupt:
+        errors.print(STOPPED.format(file=questions_of(out)), soft_wrap=True)
+        raise
     asks_plainly = all("prompt" in question.record for question in questions)
     warn_ignored(
         context,
@@ -204,12 +209,11 @@ def regenerate(context: typer.Context, *, args: RegenerateArgs) -> None:
         *of_drafting(args.speculation),
         (asks_plainly, "without conversations", ("chat_template_kwargs",)),
     )
-    errors = console(stderr=True)
     try:
         with shown(errors) as report:
             progress = regenerate(answerer, questions, out, report)
     except KeyboardInterrupt:
-        errors.print(f"stopped; {out} keeps what was written, and the same command goes on from there", soft_wrap=True)
+        errors.print(STOPPED.format(file=out), soft_wrap=True)
         raise
     _summarize(progress, out, errors)
 
