@@ -9,7 +9,7 @@ Shape letters as in `heads.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
@@ -22,6 +22,7 @@ from paradraft.drafters.parts.draft_layers import layers_like, side_by_side
 from paradraft.drafters.parts.previous_token import MOST_RANK, new_head
 from paradraft.models.architectures import spec_of
 from paradraft.models.forward import FINAL_NORM
+from paradraft.models.output_head import sizes_of
 from paradraft.models.quantized import as_numbers
 from paradraft.sources.loading import load_config, locate
 from paradraft.train import memory
@@ -29,7 +30,6 @@ from paradraft.train.drafters.heads import (
     HeadObjective,
     HeadTrainee,
     check_memory,
-    embedding_scale,
     states_before,
 )
 from paradraft.train.drafters.output_heads import DraftHeadRecipe, trimmed_target
@@ -191,12 +191,17 @@ class LayersObjective(HeadObjective):
         return self.classification * classification + self.regression * (weights_SR * regression_SR).sum(), right_K
 
 
-def sum_of_inputs(target: Teacher, *, bias: bool = True) -> nn.Linear:
+def sum_of_inputs(target: Teacher, layers: Sequence[int], *, bias: bool = True) -> nn.Linear:
     """Linear layer that joins embedding and state, initialized to their sum, the state scaled to an embedding's size.
 
     A decoder layer hardly changes an input that is much larger than its own, so the drafter would repeat the state.
+
+    Args:
+        layers: the target layers whose states are read. Of several, `last_of` has selected the last, which
+            `side_by_side` has normalized unless it follows the final norm.
     """
-    width, ratio = target.model.config.hidden_size, embedding_scale(target)
+    width, (embedding, state) = target.model.config.hidden_size, sizes_of(target.model)
+    ratio = (1.0 if len(layers) > 1 and layers[-1] != FINAL_NORM else state) / embedding
     joined = nn.Linear(2 * width, width, bias=bias)
     with torch.no_grad():
         joined.weight.copy_(torch.cat([torch.eye(width), torch.eye(width) / ratio], dim=1))

@@ -81,7 +81,7 @@ class Eagle(LayersObjective):
         super().__init__(
             target, recipe, on_gpu=on_gpu and recipe.own_steps == 1, bf16=bf16, mistral=recipe.for_vllm
         )  # fmt: skip
-        self.fc = sum_of_inputs(target, bias=not recipe.for_vllm)
+        self.fc = sum_of_inputs(target, recipe.target_layers, bias=not recipe.for_vllm)
 
     def vectors(self, batch: TrainingBatch, embeddings_SRD: Tensor, states_SRD: Tensor) -> Tensor:
         """Joins embedding and state."""

@@ -36,7 +36,7 @@ class EagleParallel(LayersObjective):
 
     def __init__(self, target: Teacher, recipe: EagleParallelRecipe, *, on_gpu: bool, bf16: bool = False) -> None:
         super().__init__(target, recipe, on_gpu=on_gpu, bf16=bf16)
-        self.fc = sum_of_inputs(target)
+        self.fc = sum_of_inputs(target, recipe.target_layers)
         self.masks = MaskEmbeddings(recipe, target)
 
     def vectors(self, batch: TrainingBatch, embeddings_SRD: Tensor, states_SRD: Tensor) -> Tensor:

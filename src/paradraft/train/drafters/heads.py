@@ -247,7 +247,7 @@ def begin_with(objective: HeadObjective, drafter: str, start: str) -> None:
     """Copies the weights of a checkpoint that match by name and shape; all others keep their initial values.
 
     Raises:
-        ValueError: it cannot be read, is of another target, or has none of these weights.
+        ValueError: it cannot be read, is of another target, or has none of these weights or some that are no numbers.
     """
     try:
         head = read_checkpoint(locate(start, drafter))
@@ -263,6 +263,8 @@ def begin_with(objective: HeadObjective, drafter: str, start: str) -> None:
             f"start={start!r} has no weights that fit: name a drafter of the same size (layers, heads, prompt tokens)"
         )
     for name, weight in matching.items():
+        if not bool(head.weights[name].isfinite().all()):
+            raise ValueError(f"start={start!r}: {name} has NaN or infinite numbers: name an earlier checkpoint")
         weight.copy_(head.weights[name])
 
 

@@ -290,7 +290,8 @@ class Loop:
         began_s = time.monotonic()
         loss, accuracy = self._held_out()
         if not math.isfinite(loss):
-            raise ValueError(f"the held-out loss became {loss}: lower lr or muon_lr")
+            fix = "lower lr or muon_lr" if done else "the initial weights have NaN or infinite numbers, take others"
+            raise ValueError(f"the held-out loss is {loss}: {fix}")
         self._save_drafter(done)
         decoded = None if self.acceptance is None else self.acceptance.of(self.checkpoints.drafter(done))
         give_back()

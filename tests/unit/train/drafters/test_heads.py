@@ -48,15 +48,20 @@ def test_more_layers_than_the_target_has(family: Path, tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("name", ["eagle", "eagle_parallel"])
-def test_new_layers_begin_unsure(family: Path, tmp_path: Path, name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "layers"), [("eagle", [-1]), ("eagle_parallel", [-1]), ("eagle_parallel", [1, -1]), ("eagle", [1, 2])]
+)
+def test_new_layers_begin_unsure(family: Path, tmp_path: Path, name: str, kind: str, layers: list[int]) -> None:
     """Guards the first hour of a run against unlearning: layers that hardly change an input repeat the last token, as
     sure as the target is. Gemma's norms add 1 to their weights, and its embeddings are scaled."""
     shutil.copytree(family / "target", tmp_path / "target")
     model_of(kind).save_pretrained(tmp_path / "target")
-    recipe = recipe_for(name, family, tmp_path / "out", k=2, model=str(tmp_path / "target"))
+    recipe = recipe_for(
+        name, family, tmp_path / "out", k=2, model=str(tmp_path / "target"), target_layers=layers
+    )  # fmt: skip
     objective = setup.prepare(recipe, trainee_module(name).build, torch.device("cpu"), processes=1).trainee.objective
     embeddings, states = sizes_of(objective.target.model)
+    states = 1.0 if layers == [1, 2] else states  # RMS-normalized, because they are from before the final norm
     with torch.no_grad():
         both = [torch.full((32,), embeddings), torch.zeros(32)], [torch.zeros(32), torch.full((32,), states)]
         for each in both:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache
 
 from paradraft.data.samples import Sample
 from paradraft.engine.loader import load
+from paradraft.formats.head import WEIGHTS
 from paradraft.models.quantization import stored_bytes
 from paradraft.models.runtime import Runtime
 from paradraft.train import memory
@@ -184,6 +186,12 @@ def test_a_start_that_does_not_fit_is_told(family: Path, tmp_path: Path) -> None
     launch.train(first, ppd.build, lambda report: None)
     with pytest.raises(ValueError, match=r"start=.*has no weights that fit: name a drafter of the same size"):
         prepared(recipe_for(family, tmp_path / "second", start=str(first.out), copies=2))
+    weights = load_file(first.out / WEIGHTS)
+    name = next(iter(weights))
+    weights[name].view(-1)[0] = torch.nan
+    save_file(weights, first.out / WEIGHTS)
+    with pytest.raises(ValueError, match=f"start=.*: {name} has NaN or infinite numbers: name an earlier checkpoint"):
+        prepared(recipe_for(family, tmp_path / "third", start=str(first.out)))
 
 
 @pytest.mark.parametrize(
