@@ -247,15 +247,17 @@ def test_mistakes(paradraft: Paradraft, family: Path, tuned: Path, tmp_path: Pat
     (tmp_path / "damaged" / "adapter_config.json").write_text("[]", encoding="utf-8")
     assert_mistake(paradraft("merge", tmp_path / "damaged", *out), "is no adapter")
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    for base, said in (
-        (None, "names no base model: give --base"),
-        (5, "base_model_name_or_path in its adapter_config.json is 5"),
-        ("gone", "--base names the model that the adapter was trained on"),
+    for wrong, said in (
+        ({"base_model_name_or_path": None}, "names no base model: give --base"),
+        ({"base_model_name_or_path": 5}, "base_model_name_or_path in its adapter_config.json is 5"),
+        ({"base_model_name_or_path": "gone"}, "--base names the model that the adapter was trained on"),
+        ({"peft_type": "NOPE"}, "peft_type in its adapter_config.json is 'NOPE'"),
     ):
-        (tmp_path / "damaged" / "adapter_config.json").write_text(
-            json.dumps(config | {"base_model_name_or_path": base})
-        )
+        (tmp_path / "damaged" / "adapter_config.json").write_text(json.dumps(config | wrong))
         assert_mistake(paradraft("merge", tmp_path / "damaged", *out), said)
+    (tmp_path / "damaged" / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "damaged" / DRAFT).unlink()
+    assert_mistake(paradraft("merge", tmp_path / "damaged", *out), f"has no {DRAFT}", "copy it whole")
     (tmp_path / "damaged" / WEIGHTS).unlink()
     assert_mistake(paradraft("merge", tmp_path / "damaged", *out), "save it as safetensors")
     with pytest.raises(ValueError, match="the output head is the embedding here"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,14 +74,19 @@ def trim(*, args: TrimArgs) -> None:
     Without --size and --coverage, passes are timed, and the size is the one that pays most.
     """
     with importing():
+        from paradraft.drafters.parts.draft_loading import check_draft
         from paradraft.formats.folder import check_free
         from paradraft.formats.vocab_map import VocabMap
         from paradraft.sources.load_plan import Checkpoint
+        from paradraft.sources.target_loading import facts_of
         from paradraft.train.init.trim import Untrimmed, count, write_trimmed
 
     use_threads(args.threads)
     check_free(args.out)
     draft = Untrimmed.find(args.draft)
+    if args.target is not None:
+        # How long its texts may be matters to decoding only.
+        check_draft(draft.checkpoint, replace(facts_of(Checkpoint.find(args.target)), capacity=0))
     with news(console(stderr=True), "counting") as report:
         counts = count(draft, args.counts)
         coverage = counts.coverage(draft.always)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel, PeftType, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -117,12 +117,23 @@ def base_of(adapter: Path) -> str | None:
         within = adapter / FOLDER
         hint = f": name {str(within)!r}" if (within / ADAPTER_CONFIG).is_file() else ""
         raise ValueError(f"{str(adapter)!r} is no adapter: it has no {ADAPTER_CONFIG} that can be read{hint}") from None
-    if not isinstance(base, str | None) or config.get("layer_replication"):
-        wrong = "layer_replication" if isinstance(base, str | None) else "base_model_name_or_path"
-        raise ValueError(f"{str(adapter)!r} cannot be merged: {wrong} in its {ADAPTER_CONFIG} is {config[wrong]!r}")
+    fits = {
+        "base_model_name_or_path": isinstance(base, str | None),
+        "layer_replication": not config.get("layer_replication"),
+        "peft_type": config.get("peft_type") in PeftType.__members__,
+    }
+    if (wrong := next((key for key, is_fit in fits.items() if not is_fit), None)) is not None:
+        raise ValueError(f"{str(adapter)!r} cannot be merged: {wrong} in its {ADAPTER_CONFIG} is {config.get(wrong)!r}")
     if not (adapter / WEIGHTS).is_file():
         raise ValueError(f"{str(adapter)!r} has no {WEIGHTS}: save it as safetensors")
+    if not (adapter / DRAFT).is_file() and is_draft(adapter):
+        raise ValueError(f"{str(adapter)!r} has no {DRAFT}, which belongs to the adapter of a draft: copy it whole")
     return base
+
+
+def is_draft(adapter: Path) -> bool:
+    """Whether the config.json beside an adapter is that of a draft with masks."""
+    return (adapter / "config.json").is_file() and declared_mask_id(load_config(str(adapter))) is not None
 
 
 def merge(adapter: Path, base: Checkpoint, out: Path) -> None:
