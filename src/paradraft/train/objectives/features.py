@@ -17,14 +17,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from paradraft.files import temporary_beside
 from paradraft.formats.head import TargetIdentity
 from paradraft.train.objectives.batch import Texts
 from paradraft.train.objectives.teacher import Teacher
 
 RESERVE_BYTES = 4 * 2**30
 """Space on the disk that is left free."""
-NAME = "states"
-"""Of the tensor in a file."""
+NAME, SUFFIX = "states", ".safetensors"
+"""Of the tensor in a file, and of the file."""
 
 
 class FeatureCache:
@@ -40,7 +41,7 @@ class FeatureCache:
         self._target, self._layers, self._folder = target, list(layers), folder
         self._most = round(1e9 * (target.cached_gb if most_gb is None else most_gb))
         self._of = f"{TargetIdentity.of(target.model.config)} {self._layers}".encode() if self._most else b""
-        self._bytes = sum(file.stat().st_size for file in folder.glob("*")) if self._most else 0
+        self._bytes = sum(file.stat().st_size for file in folder.glob(f"*{SUFFIX}")) if self._most else 0
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -77,16 +78,16 @@ class FeatureCache:
 
     def _file(self, tokens_n: Tensor) -> Path:
         digest = hashlib.sha256(self._of + tokens_n.cpu().numpy().tobytes())
-        return self._folder / f"{digest.hexdigest()[:32]}.safetensors"
+        return self._folder / f"{digest.hexdigest()[:32]}{SUFFIX}"
 
     def _keep(self, file: Path, states_nX: Tensor) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         size = states_nX.nbytes
         if self._bytes + size > self._most or shutil.disk_usage(self._folder).free - size < RESERVE_BYTES:
             return
-        new = file.with_suffix(f".{os.getpid()}")
-        save_file({NAME: states_nX.contiguous().cpu()}, new)
-        os.replace(new, file)
+        with temporary_beside(file) as new:
+            save_file({NAME: states_nX.contiguous().cpu()}, new)
+            os.replace(new, file)
         self._bytes += size
 
 

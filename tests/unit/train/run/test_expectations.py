@@ -35,9 +35,9 @@ def test_a_curve_is_that_of_its_file(curve: Curve, tmp_path: Path) -> None:
 
 def test_it_is_said_where_no_real_model_was_recorded() -> None:
     """Guards whoever takes the pocket family for evidence; and drafters of which no run is recorded at all."""
-    pocket, real, cut = curves_in_words("pard")
+    pocket, *real = curves_in_words("pard")
     assert "pocket family" in pocket and "1.98 tokens per target pass before" in pocket
-    assert "Qwen2.5-Coder 1.5B" in real and "SmolLM2" in cut and "no pard drafter" not in real + cut
+    assert "Qwen2.5-Coder 1.5B" in real[0] and all(line.startswith("recorded before, ") for line in real)
     (plain,) = curves_in_words("eagle:k=3")
     assert plain.startswith("no eagle drafter for a real model is recorded yet")
 
