@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,7 +74,7 @@ def trim(*, args: TrimArgs) -> None:
     Without --size and --coverage, passes are timed, and the size is the one that pays most.
     """
     with importing():
-        from paradraft.drafters.parts.draft_loading import check_draft
+        from paradraft.drafters.parts.draft_loading import check_draft_tokens
         from paradraft.formats.folder import check_free
         from paradraft.formats.vocab_map import VocabMap
         from paradraft.sources.load_plan import Checkpoint
@@ -85,8 +85,7 @@ def trim(*, args: TrimArgs) -> None:
     check_free(args.out)
     draft = Untrimmed.find(args.draft)
     if args.target is not None:
-        # How long its texts may be matters to decoding only.
-        check_draft(draft.checkpoint, replace(facts_of(Checkpoint.find(args.target)), capacity=0))
+        check_draft_tokens(draft.checkpoint.folder, facts_of(Checkpoint.find(args.target)))
     with news(console(stderr=True), "counting") as report:
         counts = count(draft, args.counts)
         coverage = counts.coverage(draft.always)

@@ -32,10 +32,11 @@ def load_draft_lm(folder: str, target: Target | TargetFacts, runtime: Runtime, *
 def check_draft(draft: Checkpoint, target: Target | TargetFacts) -> None:
     """Raises ValueError if a draft model's tokens or its capacity do not fit the target's."""
     check_draft_config(draft.folder, draft.config, vocab_size=target.vocab_size, capacity=target.capacity)
-    _check_draft_tokens(draft.folder, target)
+    check_draft_tokens(draft.folder, target)
 
 
-def _check_draft_tokens(folder: str, target: Target | TargetFacts) -> None:
+def check_draft_tokens(folder: str, target: Target | TargetFacts) -> None:
+    """Raises ValueError if a draft model's tokens are not the target's."""
     if is_gguf(folder):  # its tokenizer's merges do not matter, and may not be known
         check_same_tokens(read_gguf(folder, vocabulary=True), target.tokenizer.get_vocab(), "the target")
     elif not is_shape(folder) and load_tokenizer(folder)(_PROBE)["input_ids"] != target.tokenizer(_PROBE)["input_ids"]:
