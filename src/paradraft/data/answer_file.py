@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,21 @@ class Contents:
     size_bytes: int
 
 
+@contextmanager
+def only_writer(file: Path) -> Iterator[None]:
+    """Excludes other runs that write a file.
+
+    Raises:
+        ValueError: another run writes it.
+    """
+    try:
+        lock = FileLock(f"{file}.lock", blocking=False).acquire()
+    except Timeout:
+        raise ValueError(f"{file} is being written by another run: wait for it, or stop it") from None
+    with lock:
+        yield
+
+
 class AnswerFile:
     """File of answers that only this process may append to inside the `with` block.
 
@@ -45,7 +61,7 @@ class AnswerFile:
         """Ids of the answers that the file held on entering."""
         self._settings = settings
         self._ids = ids
-        self._lock = FileLock(f"{file}.lock", blocking=False)
+        self._lock = ExitStack()
         self._synced_s = time.monotonic()
         self._stream: BinaryIO
 
@@ -55,10 +71,7 @@ class AnswerFile:
         Raises:
             ValueError: another run has the lock, or as `read_answers`.
         """
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise ValueError(f"{self.file} is being written by another run: wait for it, or stop it") from None
+        self._lock.enter_context(only_writer(self.file))
         try:
             contents = read_answers(self.file, self._settings, self._ids)
             self.done = contents.done
@@ -67,7 +80,7 @@ class AnswerFile:
             self._stream = self.file.open("ab")
             self._stream.truncate(contents.size_bytes)
         except BaseException:
-            self._lock.release()
+            self._lock.close()
             raise
         return self
 
@@ -88,7 +101,7 @@ class AnswerFile:
                 self._stream.flush()
                 os.fsync(self._stream.fileno())
         finally:
-            self._lock.release()
+            self._lock.close()
 
 
 def read_answers(file: Path, settings: Mapping[str, object], ids: Set[str]) -> Contents:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import count, islice
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
+from paradraft.data.answer_file import only_writer
 from paradraft.engine.engine import Engine
 from paradraft.files import write_output
 from paradraft.sampling_params import Sampling
@@ -59,11 +58,7 @@ def write_own_questions(
     Raises:
         ValueError: as `own_questions`, or the file is not one of these, or of another model, or another run writes it.
     """
-    try:
-        lock = FileLock(f"{file}.lock", blocking=False).acquire()
-    except Timeout:
-        raise ValueError(f"{file} is being written by another run: wait for it, or stop it") from None
-    with lock:
+    with only_writer(file):
         known = _known(file, f'{{"asked by": {json.dumps(of)}, '.encode())
         questions = islice(own_questions(engine, known, batch_size=batch_size), max(wanted - known, 0))
         for number, question in enumerate(questions, start=known):

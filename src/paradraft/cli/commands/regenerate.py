@@ -72,7 +72,6 @@ HERE = (*OPTIONS[Speculation], "batch_size", *OPTIONS[Runtime])
 THERE = ("model", "concurrency", "retries", "timeout", "api_key_env", "request_fields")
 """Options of only --target (HERE) or only --endpoint (THERE)."""
 SHOWN_FAILURES = 5
-STOPPED = "stopped; {file} keeps what was written, and the same command goes on from there"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,12 +195,9 @@ def regenerate(context: typer.Context, *, args: RegenerateArgs) -> None:
     check_columns(names)
     questions = [] if args.prompts is None else read_questions(args.prompts, samples, names)
     answerer, errors = args.answerer(variables_of(args.chat_template_kwargs)), console(stderr=True)
-    try:
-        if args.prompts is None:
+    if args.prompts is None:
+        with _going_on(questions_of(out), errors):
             questions = read_questions(_asked_itself(args, answerer), samples, names)
-    except KeyboardInterrupt:
-        errors.print(STOPPED.format(file=questions_of(out)), soft_wrap=True)
-        raise
     asks_plainly = all("prompt" in question.record for question in questions)
     warn_ignored(
         context,
@@ -209,13 +205,19 @@ def regenerate(context: typer.Context, *, args: RegenerateArgs) -> None:
         *of_drafting(args.speculation),
         (asks_plainly, "without conversations", ("chat_template_kwargs",)),
     )
-    try:
-        with shown(errors) as report:
-            progress = regenerate(answerer, questions, out, report)
-    except KeyboardInterrupt:
-        errors.print(STOPPED.format(file=out), soft_wrap=True)
-        raise
+    with _going_on(out, errors), shown(errors) as report:
+        progress = regenerate(answerer, questions, out, report)
     _summarize(progress, out, errors)
+
+
+@contextmanager
+def _going_on(file: Path, errors: Console) -> Iterator[None]:
+    """Says after Ctrl-C that a file is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        errors.print(f"stopped; {file} keeps what was written, and the same command goes on from there", soft_wrap=True)
+        raise
 
 
 def _asked_itself(args: RegenerateArgs, answerer: Answerer) -> Path:
