@@ -126,12 +126,12 @@ def base_of(adapter: Path) -> str | None:
         raise ValueError(f"{str(adapter)!r} cannot be merged: {wrong} in its {ADAPTER_CONFIG} is {config.get(wrong)!r}")
     if not (adapter / WEIGHTS).is_file():
         raise ValueError(f"{str(adapter)!r} has no {WEIGHTS}: save it as safetensors")
-    if not (adapter / DRAFT).is_file() and is_draft(adapter):
+    if not (adapter / DRAFT).is_file() and _is_draft(adapter):
         raise ValueError(f"{str(adapter)!r} has no {DRAFT}, which belongs to the adapter of a draft: copy it whole")
     return base
 
 
-def is_draft(adapter: Path) -> bool:
+def _is_draft(adapter: Path) -> bool:
     """Whether the config.json beside an adapter is that of a draft with masks."""
     return (adapter / "config.json").is_file() and declared_mask_id(load_config(str(adapter))) is not None
 

@@ -87,7 +87,7 @@ CURVES = (
         file="benchmarks/training-qwen2.5-coder-0.5b-eagle_parallel_epyc-avx512-2cores_2026-11-28.jsonl",
     ),
 )
-"""Recorded runs, one per family."""
+"""Recorded runs, one per drafter and family."""
 
 
 def curves_in_words(drafter: str) -> list[str]:
