@@ -20,6 +20,7 @@ import operator
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from rich.progress import track
 
 import paradraft
 from paradraft.bench.report.summary import write_json
-from paradraft.decode.stats import RoundOutput
+from paradraft.decode.stats import RoundOutput, RoundTime
 from paradraft.drafters import traits_of
 from paradraft.engine.answers import Result
 from paradraft.engine.engine import Engine
@@ -51,14 +52,15 @@ class Paced:
         self.nodes = self.rounds = self.tokens = 0
         engine.lengths.observe = self.observe  # type: ignore[method-assign]  # which calls the policy's
 
-    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
+    def observe(self, output: RoundOutput, time: RoundTime | None) -> None:
         """Takes the place of the policy's."""
+        assert time is not None, "prompts are read whole"
         (nodes,), (tokens,) = output.nodes, output.tokens
-        self.sizes_s.append((nodes, verify_s + other_s))
-        verify_s = verify_s if self._cost is None else self._cost(1 + nodes) / 1e3
-        self.pass_s, self.draft_s = self.pass_s + verify_s, self.draft_s + draft_s
+        self.sizes_s.append((nodes, time.verify_s + time.other_s))
+        time = time if self._cost is None else replace(time, verify_s=self._cost(1 + nodes) / 1e3)
+        self.pass_s, self.draft_s = self.pass_s + time.verify_s, self.draft_s + time.draft_s
         self.nodes, self.rounds, self.tokens = self.nodes + nodes, self.rounds + 1, self.tokens + len(tokens)
-        self._observe(output, draft_s=draft_s, verify_s=verify_s, other_s=other_s)
+        self._observe(output, time)
 
     def figures(self) -> dict[str, float]:
         """Of all rounds so far."""

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,35 +132,33 @@ def scheduled(seed: int, engine: Engine, batch: Batch, *, pieces: bool = False) 
     """Runs a schedule; returns the answers to its requests, whole, or, where they were cancelled, as far as they went.
 
     Rows join by chance before rounds, one or several; some are cancelled; some are taken out and join again later with
-    the tokens that they have; and once all are, as when another has failed. With `pieces` prompts are read in pieces
-    while there are other rows.
+    the tokens that they have; and once all are, as when another has failed. With `pieces` prompts are read in pieces,
+    several side by side, between rounds and along with them, while there are other rows.
     """
     chooser = random.Random(seed)
     found: list[tuple[Asked, Generation]] = []
     left, paused = chooser.randint(3, 6), list[Generation]()
     resets = chooser.randint(3, 20)
     rounds = 0
-    while left or paused or batch.generations:
+    while left or paused or batch.members:
         joining = []
-        if batch.prefill.chunked is not None:
-            batch.read(chooser.choice([1, 2, 7]))
-        while not batch.prefill.chunked and left and chooser.random() < (0.4 if batch.generations else 1.0):
+        if batch.prefill.generations and chooser.random() < 0.5:
+            batch.read(chooser.choice([1, 2, 7, 20]))
+        while left and chooser.random() < (0.4 if batch.members else 1.0):
             asked = chooser.choice(POOL)
             joining.append(generation(engine, asked, left))
             found.append((asked, joining[-1]))
             left -= 1
             if chooser.random() < 0.5:
                 break
-        while not batch.prefill.chunked and paused and (chooser.random() < 0.5 or not (joining or batch.generations)):
+        while paused and (chooser.random() < 0.5 or not (joining or batch.members)):
             joining.append(paused.pop())
-        if joining and pieces and batch.generations:
-            batch.begin(joining[0])
-            paused += joining[1:]
-        elif joining:
+        if joining:
             chooser.shuffle(joining)
-            batch.join(joining)
+            (batch.begin if pieces and batch.generations else batch.join)(joining)
         before = {id(one): len(one.tokens) for one in batch.generations}
         rows = list(batch.generations)
+        batch.read_along(chooser.choice([0, 1, 2, 7, 20]))
         batch.step()
         assert all(one.is_finished or len(one.tokens) > before[id(one)] for one in rows), "every round gives a token"
         rounds += 1
@@ -368,7 +367,7 @@ class ForgottenAnswer(Generation):
 
 def lost_rows(cache: CachedRows, rows: torch.Tensor) -> None:
     """Orders the lengths, but moves no keys."""
-    cache.storage = [tuple(part[: len(rows)] for part in layer) for layer in cache.storage]
+    cache._use(sum(row < cache.decoding for row in rows.tolist()))
     cache._set_lengths([cache.lengths[row] for row in rows.tolist()])
 
 
@@ -413,18 +412,24 @@ def forgotten_piece(target: Target, rows: torch.Tensor) -> None:
     target._root_B1 = target._root_B1[rows]
 
 
-def skipped_token(target: Target, most: int) -> object:
+def skipped_token(name: str) -> Callable[[Target, Any], Any]:
     """Takes one token more for read than was."""
-    tokens, prompt = read(target, most)
-    if prompt is None:
-        target.lm.cache.lengths[-1] += 1
-    return tokens, prompt
+    right = getattr(Target, name)
+
+    def wrong(target: Target, given: Any) -> Any:
+        returned = right(target, given)
+        if target.unread and target.unread[-1]:
+            target.lm.cache.lengths[-1] += 1
+        return returned
+
+    return wrong
 
 
-read = Target.read
-
-
-@pytest.mark.parametrize(("name", "wrong"), [("keep", forgotten_piece), ("read", skipped_token)])
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("keep", forgotten_piece), ("read", skipped_token("read")), ("forward", skipped_token("forward"))],
+    ids=["keep", "read", "read along"],
+)
 def test_wrong_pieces_are_caught(family: Path, name: str, wrong: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: schedules in which these mistakes are not seen would not guard prompts that are read in pieces."""
     engine = load(str(family / "target"), drafter="ngram", runtime=RUNTIMES["eager, float64"], lengths="fixed")

@@ -14,7 +14,6 @@ from torch import Tensor
 from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.generation import Generation
-from paradraft.models.cached_rows import SavedRow
 from paradraft.models.forward import NotFiniteError
 from paradraft.models.target import Target
 from paradraft.parents import logit_rows
@@ -76,12 +75,11 @@ class RecordingTarget(Target):
         super().start(reserved_tokens, hidden_layers, likeliest)
         self.rows, self.not_numbers, self._prompt_of_row = [], [], []
 
-    def join(self, requests: Sequence[Request], prefixes: Sequence[tuple[SavedRow, int] | None] = ()) -> Committed:
+    def admit(self, rows: Sequence[int]) -> Committed:
         """See `Target`."""
-        committed = super().join(requests, prefixes)
-        self._prompt_of_row += range(len(self.rows), len(self.rows) + len(requests))
-        self.rows += [[] for _ in requests]
-        return committed
+        self._prompt_of_row += range(len(self.rows), len(self.rows) + len(rows))
+        self.rows += [[] for _ in rows]
+        return super().admit(rows)
 
     def forward(self, draft: Draft) -> TargetOut:
         """See `Target`."""

@@ -6,7 +6,9 @@ every row of the KV cache its own length.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +20,8 @@ from paradraft.decode.logprobs import TokenLogprobs, logprobs_of
 from paradraft.decode.prefill import Prefill, Prefilled
 from paradraft.decode.prefix_cache import CachedRow, PrefixCache
 from paradraft.decode.sequential import decode_round
-from paradraft.decode.stats import Clock, RoundOutput
+from paradraft.decode.stats import Clock, RoundOutput, RoundTime
+from paradraft.models.forward import NotFiniteError
 from paradraft.models.target import Target
 from paradraft.parents import depths_of_row, logit_rows
 from paradraft.ragged import upload
@@ -75,11 +78,12 @@ class Batch:
         self._keeps_finished = keeps_finished
         self._start_number = 0
         self._most: list[int] = []
+        self._along = 0
 
     @property
     def members(self) -> list[Generation]:
-        """All requests by row; the one in chunked prefill comes last."""
-        return self.generations + ([] if self.prefill.chunked is None else [self.prefill.chunked])
+        """All requests by row; those in prefill come last."""
+        return self.generations + self.prefill.generations
 
     @property
     def is_current(self) -> bool:
@@ -97,45 +101,55 @@ class Batch:
         Raises:
             ValueError: a prompt is longer than the target's capacity, or the caches do not fit into memory.
         """
-        if not self.generations:
-            self._start()
-        self.clock.skip()
-        requests = [generation.so_far for generation in generations]
-        self.clock.join(request.id for request in requests)
-        prefilled = self.prefill.whole(requests)
-        self._admit(generations, prefilled)
-        self.clock.lap("prefill")
-        self.prefill.pace.read(prefilled.read, self.clock.last_s["prefill"])
+        self.begin(generations)
+        self.read(sys.maxsize)
 
-    def _admit(self, generations: Sequence[Generation], prefilled: Prefilled) -> None:
+    def begin(self, generations: Sequence[Generation]) -> None:
+        """Adds requests whose prompts `read` reads; errors as in `join`."""
+        if not self.members:
+            self._start()
+        self.clock.join(generation.request.id for generation in generations)
+        self.prefill.begin(generations)
+
+    def read(self, most: int) -> None:
+        """Reads a piece of at most `most` tokens of the prompts in prefill; those that are read become rows."""
+        self.clock.skip()
+        members = self.members
+        try:
+            tokens = self.prefill.read(most)
+        except NotFiniteError as error:
+            raise RequestError([members[error.row].request.id], error) from error
+        except Exception as error:
+            raise RequestError([generation.request.id for generation in self.prefill.generations], error) from error
+        self._admit_read()
+        self.clock.lap("prefill")
+        self.prefill.pace.read(tokens, self.clock.last_s["prefill"])
+
+    def read_along(self, most: int) -> None:
+        """Lets the next round read a piece of at most `most` tokens of the prompts in prefill too."""
+        self._along = most
+
+    def _admit_read(self) -> None:
+        """Makes rows of the requests whose prompts are read."""
+        if (prefilled := self.prefill.admit()) is None:
+            return
+        try:
+            self._admit(prefilled)
+        except RequestError:
+            raise
+        except NotFiniteError as error:
+            raise RequestError([(self.generations + prefilled.generations)[error.row].request.id], error) from error
+        except Exception as error:
+            raise RequestError([generation.request.id for generation in prefilled.generations], error) from error
+
+    def _admit(self, prefilled: Prefilled) -> None:
         self.drafter.join(prefilled.requests, prefilled.prompt)
         for row, prefix in enumerate(prefilled.prefixes, start=len(self.generations)):
             if prefix is not None:
                 self.drafter.restore(row, prefix.row.drafter, prefix.length)
         self.sampler.join(prefilled.requests)
         self.lengths.join(prefilled.requests)
-        self.generations += generations
-
-    def begin(self, generation: Generation) -> None:
-        """Begins a chunked prefill, which `read` continues; no other request joins until it is done."""
-        self.clock.join([generation.request.id])
-        self.prefill.begin(generation)
-
-    def read(self, most: int) -> int:
-        """Prefills the next chunk of at most `most` tokens, and returns its size; the request joins after the last."""
-        generation = self.prefill.chunked
-        assert generation is not None
-        self.clock.skip()
-        try:
-            tokens, prefilled = self.prefill.chunk(most)
-            if prefilled is not None:
-                self._admit([generation], prefilled)
-                self.prefill.chunked = None
-        except Exception as error:
-            raise RequestError([generation.request.id], error) from error
-        self.clock.lap("prefill")
-        self.prefill.pace.read(tokens, self.clock.last_s["prefill"])
-        return tokens
+        self.generations += prefilled.generations
 
     def _save(self, leaving: Collection[Generation]) -> None:
         if not self._prefix_cache.keeps_any:
@@ -160,17 +174,26 @@ class Batch:
         """Runs one round; then finished requests leave, when compaction pays."""
         if not self.is_current:
             raise ValueError("another batch was started on this target: finish one before the next")
-        if self.is_finished and self.prefill.chunked is not None:
+        if self.is_finished and self.prefill.generations:
             # Not at the end of the previous round: its tokens, the last of their answers, would be delivered late.
-            self.read(self.target.capacity)
+            self.read(sys.maxsize)
+        read = self.prefill.read_along(self._along) if self._along else 0
+        self._along = 0
         self.clock.skip()
         output = self.round()
         seconds = self.clock.last_s
-        other_s = seconds.get("other", 0.0)  # of the previous round
-        self.lengths.observe(output, draft_s=seconds.get("draft", 0.0), verify_s=seconds["verify"], other_s=other_s)
-        self.prefill.pace.decode(seconds.get("draft", 0.0) + seconds["verify"] + other_s)
+        time = RoundTime(
+            draft_s=seconds.get("draft", 0.0), verify_s=seconds["verify"],
+            other_s=seconds.get("other", 0.0),  # of the previous round
+        )  # fmt: skip
+        self.lengths.observe(output, None if read else time)
+        (partial(self.prefill.pace.read_along, read) if read else self.prefill.pace.decode)(time.total_s)
         self.clock.count(output)
-        if self.is_finished and self.prefill.chunked is None:
+        if read:
+            self.clock.lap("other")
+            self._admit_read()
+            self.clock.lap("prefill")
+        if self.is_finished and not self.prefill.generations:
             self._save(self.generations)
             self.clear()
         elif not (self.is_finished or self._keeps_finished):
@@ -185,14 +208,15 @@ class Batch:
         return decode_round(self)
 
     def leave(self, generations: Collection[Generation]) -> None:
-        """Removes requests, finished or not; the last rows fill the gaps (compaction)."""
+        """Removes requests, finished or not; the last rows fill the gaps (compaction).
+
+        Where no row would be left, all stay as long as prompts are read: then one of these joins them.
+        """
         gone = set(map(id, generations))
-        if self.prefill.chunked is not None and id(self.prefill.chunked) in gone:
-            self.prefill.drop()
-            if self.is_finished:  # these rows stayed only for it
-                gone.update(map(id, self.generations))
-        if self.prefill.chunked is not None and gone.issuperset(map(id, self.generations)):
-            self.read(self.target.capacity)
+        if self.prefill.drop(gone) and not self.prefill.generations and all(row.is_over for row in self.generations):
+            gone.update(map(id, self.generations))  # these rows stayed only for the prompts in prefill
+        if self.prefill.generations and gone.issuperset(map(id, self.generations)):
+            return
         holes = [row for row, generation in enumerate(self.generations) if id(generation) in gone]
         least = min(self.target.fewest_rows, len(self.generations))
         holes = holes[: len(self.generations) - least] if len(holes) < len(self.generations) else holes
@@ -211,7 +235,8 @@ class Batch:
 
     def clear(self) -> None:
         """Removes all requests."""
-        self.generations, self.prefill.chunked = [], None
+        self.generations, self._along = [], 0
+        self.prefill.clear()
 
     def draft_lengths(self) -> list[int]:
         """Largest draft depth of each row: the policy's, limited by the tokens that the answer may still get.

@@ -75,6 +75,11 @@ class Generation:
         return self.finish_reason is not None
 
     @property
+    def is_over(self) -> bool:
+        """Whether it needs no further round: it has ended or was cancelled."""
+        return self.is_finished or self.is_cancelled
+
+    @property
     def so_far(self) -> Request:
         """The request for the rest of the answer; with the match rule the resumed answer has the same tokens."""
         if not self.tokens:

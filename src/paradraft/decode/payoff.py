@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paradraft.core import Draft, Request
 from paradraft.decode.lengths.draft_length import LengthPolicy
-from paradraft.decode.stats import RoundOutput
+from paradraft.decode.stats import RoundOutput, RoundTime
 from paradraft.tree import Tree
 from paradraft.worth import Worth
 
@@ -240,21 +240,24 @@ class Compared:
         """See `LengthPolicy`."""
         return self.policy.cut(draft)
 
-    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
+    def observe(self, output: RoundOutput, time: RoundTime | None) -> None:
         """See `LengthPolicy`."""
-        self.policy.observe(output, draft_s=draft_s, verify_s=verify_s, other_s=other_s)
+        self.policy.observe(output, time)
+        if time is None:
+            self._was_plain = False
+            return
         rows, is_plain = len(output.tokens), not any(self._requested) and not any(output.nodes)
         is_timed, self._was_plain = is_plain and self._was_plain, is_plain
         if is_timed:
-            self.payoff.add_plain(rows, verify_s + other_s)
+            self.payoff.add_plain(rows, time.total_s - time.draft_s)
         if self._left:
             self._left -= 1
             return
         drafting = [len(tokens) for tokens, nodes in zip(output.tokens, output.nodes, strict=True) if nodes]
         self.payoff.add(
             rows,
-            seconds=draft_s + verify_s + other_s,
-            pass_s=verify_s + other_s,
+            seconds=time.total_s,
+            pass_s=time.total_s - time.draft_s,
             worth=sum(map(len, output.tokens)) / max(sum(map(bool, output.tokens)), 1),
             drafting=len(drafting),
             tokens=sum(drafting),

@@ -1,7 +1,8 @@
-"""Prefill of joining requests: whole prompts, or one long prompt in chunks between the rounds.
+"""Prefill of joining requests, in pieces beside the rounds of those that run.
 
-A prefill delays the next round of all running requests. So if one of them is streamed, long prompts are prefilled in
-chunks. A chunk takes about as long as a round: chunked prefill slows the other requests down at most about twice.
+A prefill delays the next round of all running requests. So where anybody waits for single tokens, a round reads only a
+piece of the prompts, in its own pass where the absent tokens of other rows cost nothing. All prompts are read side by
+side, the shortest first, so that none waits for the whole of a longer one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from paradraft.core import Committed, Request
@@ -18,29 +19,38 @@ from paradraft.decode.prefix_cache import Prefix, PrefixCache
 from paradraft.models.cached_rows import SavedRow
 from paradraft.models.target import Target
 
+OLDEST = 4
+"""One token in four is of the prompt that has waited longest, so that shorter ones cannot hold it up for ever."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prefilled:
     """Requests whose prompts are in the target's cache.
 
     Args:
-        requests: one for each new row.
+        generations: one for each new row.
+        requests: theirs, as they were read.
         prompt: their tokens and states, for the drafter.
         prefixes: the cached prefix of each, if any.
     """
 
+    generations: list[Generation]
     requests: list[Request]
     prompt: Committed
     prefixes: list[Prefix | None]
 
-    @property
-    def read(self) -> int:
-        """Tokens that were prefilled."""
-        return sum(map(_unread, self.requests, self.prefixes))
+
+@dataclass(frozen=True, kw_only=True)
+class _Reading:
+    """A request in prefill; `prefix` was in the cache."""
+
+    generation: Generation
+    request: Request
+    prefix: Prefix | None
 
 
 class Prefill:
-    """The requests of a batch that are prefilled now, and those that are next.
+    """The requests of a batch that are in prefill, in the order in which they came.
 
     Args:
         target: whose cache the prompts go to.
@@ -49,66 +59,106 @@ class Prefill:
 
     def __init__(self, target: Target, cache: PrefixCache) -> None:
         self.pace = PrefillPace()
-        self.chunked: Generation | None = None
-        """The request in chunked prefill; it has the last row of the target's cache."""
-        self._target = target
-        self._cache = cache
-        self._prefix: Prefix | None = None
+        self._target, self._cache = target, cache
+        self._reading: list[_Reading] = []
 
-    def budget(self, running: Sequence[Generation]) -> int:
-        """Prompt tokens to prefill before the next round: about a round's time while any answer is streamed."""
-        return self.pace.most if any(generation.is_watched for generation in running) else sys.maxsize
+    @property
+    def generations(self) -> list[Generation]:
+        """The requests in prefill; their rows follow those that are decoded."""
+        return [reading.generation for reading in self._reading]
 
-    def unread(self, request: Request) -> int:
-        """Number of prompt tokens to prefill, without those that the prefix cache has."""
-        return _unread(request, self._cache.longest(request.tokens))
+    def budgets(self, running: Sequence[Generation]) -> tuple[int, int]:
+        """Most prompt tokens to read before the next round, and along with it."""
+        if not any(generation.is_watched for generation in [*running, *self.generations]):
+            return sys.maxsize, 0
+        if all(generation.is_over for generation in running):
+            return ending(self._target.unread, self.pace.alone), 0
+        return 0, self.pace.most
 
-    def next(self, waiting: deque[Generation], budget: int) -> list[Generation]:
-        """Takes waiting requests in order while their unread prompt tokens fit the budget; at least one."""
-        joining: list[Generation] = []
-        while waiting:
-            generation = waiting.popleft()
-            if generation.is_cancelled or generation.is_finished:
-                continue
-            budget -= self.unread(generation.so_far)
-            if joining and budget < 0:
-                waiting.appendleft(generation)
-                break
-            joining.append(generation)
-        return joining
-
-    def whole(self, requests: list[Request]) -> Prefilled:
-        """Prefills prompts; see `Target.join` for errors."""
-        assert self.chunked is None, "a prompt is prefilled in chunks"
+    def begin(self, generations: Sequence[Generation]) -> None:
+        """Adds requests; see `Target.begin` for errors."""
+        requests = [generation.so_far for generation in generations]
         prefixes = [self._cache.longest(request.tokens) for request in requests]
-        prompt = self._target.join(requests, list(map(_of_target, prefixes)))
-        return Prefilled(requests=requests, prompt=prompt, prefixes=prefixes)
+        self._target.begin(requests, list(map(_of_target, prefixes)))
+        rows = zip(generations, requests, prefixes, strict=True)
+        self._reading += [_Reading(generation=row, request=request, prefix=prefix) for row, request, prefix in rows]
 
-    def begin(self, generation: Generation) -> None:
-        """Begins a chunked prefill, which `chunk` continues; no other request joins until it is done."""
-        assert self.chunked is None
-        request = generation.so_far
-        self._prefix = self._cache.longest(request.tokens)
-        self._target.begin(request, _of_target(self._prefix))
-        self.chunked = generation
+    def read(self, budget: int) -> int:
+        """Reads a piece of at most `budget` tokens; returns its size."""
+        counts = shares(self._target.unread, budget)
+        self._target.read(counts)
+        return sum(counts)
 
-    def chunk(self, most: int) -> tuple[int, Prefilled | None]:
-        """Prefills the next chunk, of at most `most` tokens; returns its size, and the request after the last chunk."""
-        assert self.chunked is not None
-        request = self.chunked.so_far
-        tokens, prompt = self._target.read(most)
-        if prompt is None:
-            return tokens, None
-        return tokens, Prefilled(requests=[request], prompt=prompt, prefixes=[self._prefix])
+    def read_along(self, budget: int) -> int:
+        """Lets the next round read a piece of at most `budget` tokens too; returns its size."""
+        counts = shares(self._target.unread, budget)
+        self._target.read_along(counts)
+        return sum(counts)
 
-    def drop(self) -> None:
-        """Removes the request in chunked prefill, and its row."""
-        self.chunked = None
-        self._target.give_up()
+    def admit(self) -> Prefilled | None:
+        """The requests whose prompts are read now; they leave the prefill."""
+        done = [row for row, left in enumerate(self._target.unread) if not left]
+        if not done:
+            return None
+        prompt = self._target.admit(done)
+        ready = [self._reading[row] for row in done]
+        self._reading = [reading for row, reading in enumerate(self._reading) if row not in done]
+        return Prefilled(
+            generations=[reading.generation for reading in ready],
+            requests=[reading.request for reading in ready],
+            prompt=prompt,
+            prefixes=[reading.prefix for reading in ready],
+        )
+
+    def drop(self, leaving: Collection[int]) -> bool:
+        """Removes the requests in prefill with these `id()`s, and their rows; returns whether there are any."""
+        before = len(self._reading)
+        for row in reversed(range(len(self._reading))):
+            if id(self._reading[row].generation) in leaving:
+                del self._reading[row]
+                self._target.give_up(row)
+        return len(self._reading) < before
+
+    def clear(self) -> None:
+        """Forgets all requests; the target has started anew, or will."""
+        self._reading = []
+
+
+def shares(unread: Sequence[int], budget: int) -> list[int]:
+    """Shares of prompts in a budget of tokens: the first has a part for sure, and the rest goes to the shortest.
+
+    Args:
+        unread: tokens of each prompt, in the order in which they came.
+
+    >>> shares([400, 10, 30], 64), shares([400], 64), shares([400, 900], 64), shares([5, 0], 64)
+    ([24, 10, 30], [64], [64, 0], [5, 0])
+    >>> shares([400, 60, 90], 64)
+    [16, 48, 0]
+    """
+    counts = [0] * len(unread)
+    if counts:
+        counts[0] = min(unread[0], -(-budget // OLDEST))
+    left = budget - sum(counts)
+    for row in sorted(range(len(unread)), key=lambda row: unread[row] - counts[row]):
+        more = min(unread[row] - counts[row], left)
+        counts[row] += more
+        left -= more
+    return counts
+
+
+def ending(unread: Sequence[int], budget: int) -> int:
+    """A budget for only the prompts that end within it and the part of the first, so that their rounds begin soon.
+
+    >>> ending([400, 10, 30], 64), ending([400, 900], 64), ending([10], 64)
+    (54, 64, 10)
+    """
+    counts = shares(unread, budget)
+    ends = sum(count for count, left in zip(counts, unread, strict=True) if count == left)
+    return min(budget, sum(counts), -(-ends * OLDEST // (OLDEST - 1))) if ends else budget
 
 
 class PrefillPace:
-    """Chooses the chunk size from the times of rounds and prefills.
+    """Chooses the size of pieces from the times of rounds and prefills.
 
     >>> pace = PrefillPace()
     >>> pace.most
@@ -117,17 +167,23 @@ class PrefillPace:
     ...     pace.decode(0.004)
     ...     pace.read(100, 0.010)
     >>> pace.most
-    40
+    80
     """
 
-    LEAST = 16
+    ROUNDS_OF_A_PIECE = 2
+    """Shorter pieces are read at a lower rate, so that their reader waits longer, and the others with it."""
+    LEAST = 4
     """Fewer tokens take hardly less time."""
+    LEAST_ALONE = 16
+    """The same in a pass of their own."""
     FIRST = 64
     """Tokens while no time is known."""
+    ALONE_S = 0.1
+    """Time of a piece where nothing runs: then arrivals and cancellations are seen."""
     ROUNDS = 256
     """Rounds remembered: enough to include those of a fuller batch, a while ago."""
     PREFILLS = 16
-    """Prefills remembered."""
+    """Pieces remembered."""
 
     def __init__(self) -> None:
         self._rounds_s = deque[float](maxlen=self.ROUNDS)
@@ -138,20 +194,33 @@ class PrefillPace:
         self._rounds_s.append(seconds)
 
     def read(self, tokens: int, seconds: float) -> None:
-        """Records the time of a prefill."""
+        """Records the time of a piece that was read alone."""
         if tokens:
             self._tokens_s.append(seconds / tokens)
 
+    def read_along(self, tokens: int, seconds: float) -> None:
+        """Records the time of a round that read a piece too."""
+        # A short piece may take no time of its own: then the next one has at most twice as many tokens.
+        self.read(tokens, max(seconds - statistics.median(self._rounds_s or [seconds]), seconds / 2))
+
     @property
     def most(self) -> int:
-        """Chunk size: tokens whose prefill takes about as long as a round."""
-        if not self._rounds_s or not self._tokens_s:
+        """Size of a piece that a round reads too: its tokens take about as long as `ROUNDS_OF_A_PIECE`."""
+        if not self._tokens_s:
             return self.FIRST
-        return max(int(statistics.median(self._rounds_s) / max(statistics.median(self._tokens_s), 1e-9)), self.LEAST)
+        if not self._rounds_s:
+            return self.LEAST_ALONE
+        most_s = self.ROUNDS_OF_A_PIECE * statistics.median(self._rounds_s)
+        return max(int(most_s / self._token_s), self.LEAST)
 
+    @property
+    def alone(self) -> int:
+        """Piece size where no request runs."""
+        return max(int(self.ALONE_S / self._token_s), self.LEAST_ALONE) if self._tokens_s else self.FIRST
 
-def _unread(request: Request, prefix: Prefix | None) -> int:
-    return max(len(request.tokens) - 1 - (0 if prefix is None else prefix.length), 0)
+    @property
+    def _token_s(self) -> float:
+        return max(statistics.median(self._tokens_s), 1e-9)
 
 
 def _of_target(prefix: Prefix | None) -> tuple[SavedRow, int] | None:

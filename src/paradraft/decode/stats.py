@@ -38,6 +38,25 @@ class RoundOutput:
     finished: list[bool]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoundTime:
+    """Seconds of one round.
+
+    Args:
+        draft_s: everything the drafter does before the target's pass.
+        verify_s: the target's pass and the verdict.
+    """
+
+    draft_s: float
+    verify_s: float
+    other_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The whole round."""
+        return self.draft_s + self.verify_s + self.other_s
+
+
 class Marks(Protocol):
     """Time marks on a host or a GPU."""
 

@@ -211,7 +211,7 @@ class PromptedDrafter(AutoregressiveDrafter):
         tokens_BM = torch.cat([reading_BM, guesses.tokens], dim=1)
         parents_BM = torch.cat([parents_of_chains(B, M, last_B1.device), rows_BR.gather(1, guesses.parents + 1)], dim=1)
         assert guesses.probes is not None
-        out, probes = forward_with_probes(self.lm, guesses.probes, tokens_BM, parents_BM, rows_BR)
+        out, probes = forward_with_probes(self.lm.forward, guesses.probes, tokens_BM, parents_BM, rows_BR)
         texts = texts_before(guesses.tokens, guesses.parents) if sampler.reads_text else None
         candidates = sampler.candidates_at(out.logits, depths_after(guesses.parents), 1, texts)
         parts = (guesses.tokens, guesses.parents, candidates.tokens[:, :, 0])

@@ -74,9 +74,9 @@ class Scheduler:
     """Decodes the requests of several threads together.
 
     A thread that waits for tokens runs rounds for all requests; the other waiting threads are notified of their tokens.
-    A stream with a slow reader therefore goes on while others decode, and its tokens are kept for the reader. While any
-    answer is streamed, long prompts are read by chunked prefill between the rounds. A round that fails fails only the
-    request that caused it; the others are prefilled again and go on.
+    A stream with a slow reader therefore goes on while others decode, and its tokens are kept for the reader. Where any
+    answer is streamed, rounds read pieces of the waiting prompts. A round that fails fails only the request that
+    caused it; the others are prefilled again and go on.
 
     Args:
         batch: used by this scheduler only, and so is its target while it has rows.
@@ -236,42 +236,42 @@ class Scheduler:
 
     def _run_round(self) -> None:
         batch = self._batch
-        if batch.generations and not batch.is_current:
+        if batch.members and not batch.is_current:
             self._start_over()
-        joining: list[Generation] = []
         rows = batch.members
         try:
-            batch.leave([generation for generation in batch.members if generation.is_cancelled])
-            prefill = batch.prefill
-            budget = prefill.budget(batch.generations)
-            if prefill.chunked is not None:
-                budget -= batch.read(budget)
-            if prefill.chunked is None and (joining := prefill.next(self._waiting, budget)):
-                rows = rows + joining
-                batch.leave([generation for generation in batch.generations if generation.is_finished])
-                self._join(joining, budget)
-            if batch.members:  # all may just have left
+            self._begin(rows)
+            batch.leave([row for row in batch.members if row.is_cancelled])
+            if batch.prefill.generations:
+                batch.leave([row for row in batch.generations if row.is_finished])
+                before, along = batch.prefill.budgets(batch.generations)
+                batch.read(before)
+                batch.leave([row for row in batch.generations if row.is_over])  # they stayed until others joined
+                batch.read_along(along)
+            if not all(row.is_over for row in batch.generations):
                 batch.step()
         except BaseException as error:
-            outside = [generation for generation in joining if generation not in batch.members]
-            failed, cause = self._failed_by(error, outside)
+            failed, cause = self._failed_by(error, rows)
             for generation in failed:
                 generation.fail(cause)
-            self._waiting.extendleft(reversed(outside))
+            here = set(map(id, batch.members))
+            self._waiting.extendleft(row for row in reversed(rows) if id(row) not in here and not row.is_over)
             self._start_over()
             if not failed:
                 raise
         finally:
             self._notify(rows)
 
-    def _join(self, joining: list[Generation], budget: int) -> None:
-        """Adds requests to the batch and prefills their prompts; a prompt above the budget gets its first chunk."""
-        batch = self._batch
-        if batch.generations and batch.prefill.unread(joining[0].so_far) > budget:
-            batch.begin(joining[0])
-            batch.read(budget)
-        else:
-            batch.join(joining)
+    def _begin(self, rows: list[Generation]) -> None:
+        """Takes all waiting requests into prefill, and adds them to `rows`."""
+        waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        joining = [generation for generation in waiting if not generation.is_over]
+        rows += joining
+        if joining:
+            try:
+                self._batch.begin(joining)
+            except Exception as error:
+                raise RequestError([generation.request.id for generation in joining], error) from error
 
     def _notify(self, rows: list[Generation]) -> None:
         with self._changed:
@@ -283,15 +283,12 @@ class Scheduler:
                 generation.is_told = generation.is_told or generation.is_finished
             self._changed.notify_all()
 
-    def _failed_by(self, error: BaseException, joining: list[Generation]) -> tuple[list[Generation], Exception]:
-        """Requests that made a round fail, and the cause; none if unknown."""
-        rows = self._batch.members + joining
+    def _failed_by(self, error: BaseException, rows: list[Generation]) -> tuple[list[Generation], Exception]:
+        """Those of `rows` that made a round fail, and the cause; none if unknown."""
         if isinstance(error, RequestError):
             return [row for row in rows if row.request.id in error.requests], error.cause
         if isinstance(error, NotFiniteError):
-            return [rows[error.row]], error
-        if joining and isinstance(error, Exception):
-            return joining, error
+            return [self._batch.members[error.row]], error
         return [], Exception()
 
     def _start_over(self) -> None:

@@ -91,25 +91,34 @@ class CachedRows:
 
         Args:
             rows: their number.
-            in_prefill: for chunked prefill: decoding passes skip these rows until `admit`; no others may join before.
+            in_prefill: decoding passes skip these rows until `admit`, and so do others that join before.
 
         Raises:
             ValueError: the cache does not fit into memory; also in `restore` and `reserve`, which grow it.
         """
-        assert self.decoding == len(self.lengths), "rows are apart"
+        assert in_prefill or self.decoding == len(self.lengths), "rows are apart"
         total = len(self.lengths) + rows
         if not self._largest or len(self._largest[0][0]) < total:
             self._grow(total, self._slots)
         self._set_lengths([*self.lengths, *[0] * rows])
         self._use(self.decoding if in_prefill else total)
 
-    def admit(self) -> None:
-        """Ends chunked prefill: decoding passes read all rows again."""
-        self._use(len(self.lengths))
+    def admit(self, rows: Sequence[int]) -> None:
+        """Ends the prefill of rows: they move behind those that decoding passes read, which read them too."""
+        later = [row for row in range(self.decoding, len(self.lengths)) if row not in rows]
+        order = [*range(self.decoding), *rows, *later]
+        if order != sorted(order):
+            kv_cache.move_rows(self.rows_from(0), torch.tensor(order), self.lengths)
+            self._set_lengths([self.lengths[row] for row in order])
+        self._use(self.decoding + len(rows))
 
     def _use(self, rows: int) -> None:
         """Sets how many rows decoding passes read."""
         self.decoding, self.storage = rows, kv_cache.rows_of(self._largest, 0, rows)
+
+    def first(self, rows: int) -> kv_cache.Storage:
+        """The first rows: those that decoding passes read, or all."""
+        return self.storage if rows == self.decoding else kv_cache.rows_of(self._largest, 0, rows)
 
     def rows_from(self, first: int) -> kv_cache.Storage:
         """The rows from `first` on, those in prefill too."""

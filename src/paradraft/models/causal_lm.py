@@ -201,26 +201,26 @@ class CausalLM:
         tokens_BN: Tensor,
         parents_BN: Tensor | None = None,
         logit_rows: Tensor | None = None,
-        *,
         hidden_layers: Sequence[int] = (),
+        *,
         vectors: Tensor | None = None,
     ) -> ForwardOut:
         """Reads new tokens after the cached ones; the cache keeps none until its `advance` or `accept_path`.
 
-        Arguments are those of `Forward`. By default tokens are a chain, and the logits of all are returned.
+        Arguments are those of `Forward`, for the rows that are decoded or for these and those in prefill. By default
+        tokens are a chain, and the logits of all are returned.
 
         Returns:
             `[B, R, V]` logits of the next token, -inf for ids that may not be chosen, and `[B, N, D]` states of each of
             `hidden_layers`.
         """
         B, N = tokens_BN.shape
-        assert N <= self.width, f"a pass of {N} tokens, but room for {self.width}"
         chains_BN = parents_of_chains(B, N, self.device)
         parents_BN = chains_BN if parents_BN is None else parents_BN
         logit_rows = depths(chains_BN) if logit_rows is None else logit_rows
-        self.cache.reserve(self.cache.longest)
-        lengths = self.cache.lengths[: self.cache.decoding]
-        out = self._pass(self.cache.storage, lengths, tokens_BN, parents_BN, logit_rows, hidden_layers, vectors)
+        self.cache.reserve(self.cache.longest + max(N - self.width, 0))
+        storage, lengths = self.cache.first(B), self.cache.lengths[:B]
+        out = self._pass(storage, lengths, tokens_BN, parents_BN, logit_rows, hidden_layers, vectors)
         return ForwardOut(logits=self.allowed(out.logits), hidden=out.hidden)
 
     def _pass(

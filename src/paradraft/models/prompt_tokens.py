@@ -12,7 +12,7 @@ D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,6 +27,8 @@ from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates
 from paradraft.sampling.sparse_tree import Accuracy, StateTree, best_trees, is_accuracy
 from paradraft.tree import ABSENT
+
+ForwardFunction = Callable[[Tensor, Tensor, Tensor, Sequence[int]], ForwardOut]
 
 
 class Shapes:
@@ -188,7 +190,7 @@ class PromptTokens:
 
 
 def forward_with_probes(
-    lm: CausalLM,
+    forward: ForwardFunction,
     probes: Probes,
     tokens_BM: Tensor,
     parents_BM: Tensor,
@@ -200,7 +202,7 @@ def forward_with_probes(
     Each row's prompt tokens directly follow its last token, so the pass is only as wide as its widest row needs.
 
     Args:
-        lm: computes the pass.
+        forward: computes the pass, as `CausalLM.forward`.
         probes: the prompt tokens.
         tokens_BM: the tokens, see `CausalLM.forward`.
         parents_BM: likewise.
@@ -224,7 +226,7 @@ def forward_with_probes(
         for part, more in ((tokens_BM, probes.tokens), (parents_BM, follows_BQ))
     )
     layers = dict.fromkeys([*hidden_layers, FINAL_NORM])
-    out = lm.forward(tokens_BW, parents_BW, rows_BR, hidden_layers=list(layers))
+    out = forward(tokens_BW, parents_BW, rows_BR, list(layers))
     hidden = {layer: out.hidden[layer][:, :M] for layer in hidden_layers}
     states_BWD = out.hidden[FINAL_NORM]
     columns_BQD = columns_BQ.clamp(max=width - 1)[:, :, None].expand(-1, -1, states_BWD.shape[2])

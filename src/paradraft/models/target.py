@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from paradraft.core import Committed, Draft, Request, TargetOut, Verdict
 from paradraft.models.cached_rows import SavedRow
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.likeliest_tokens import likeliest_after
+from paradraft.models.prompt_pieces import PromptPieces
 from paradraft.models.prompt_tokens import forward_with_probes
 from paradraft.parents import depths, logit_rows, parents_of_chains, with_root
 from paradraft.ragged import from_lists, upload
@@ -40,15 +42,6 @@ class TargetFacts:
     eos_ids: frozenset[int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ChunkedPrefill:
-    """A prompt in chunked prefill: its tokens, the length of its cached prefix, and states of each chunk by layer."""
-
-    tokens: list[int]
-    known: int
-    states: list[dict[int, Tensor]] = field(default_factory=list)
-
-
 class Target:
     """The model whose text is produced.
 
@@ -67,7 +60,8 @@ class Target:
         self.lm = lm
         self.tokenizer = tokenizer
         self.named_ends = named_ends
-        self._prefill: _ChunkedPrefill | None = None
+        self._pieces = PromptPieces(lm)
+        self._along: Sequence[int] = ()
 
     @property
     def device(self) -> torch.device:
@@ -126,7 +120,7 @@ class Target:
         """
         self._hidden_layers = hidden_layers
         self._likeliest = likeliest
-        self._prefill = None
+        self._pieces, self._along = PromptPieces(self.lm, hidden_layers), ()
         self.lm.start()
         self.lm.reserve(reserved_tokens)
         self._root_B1 = torch.empty(0, 1, dtype=torch.long, device=self.device)
@@ -143,58 +137,48 @@ class Target:
             ValueError: a prompt is longer than the capacity, its states are not finite, or the cache does not fit into
                 memory.
         """
+        first = len(self.unread)
+        self.begin(requests, prefixes)
+        unread = self.unread
+        self.read([0] * first + unread[first:])
+        return self.admit(range(first, len(unread)))
+
+    @property
+    def unread(self) -> list[int]:
+        """Tokens that are left to read of each prompt in prefill."""
+        return self._pieces.unread
+
+    def begin(self, requests: Sequence[Request], prefixes: Sequence[tuple[SavedRow, int] | None] = ()) -> None:
+        """Appends rows for prefill in pieces; no round decodes them until `admit`. See `join`."""
         prompts = [request.tokens for request in requests]
         self._check_room(max(map(len, prompts)))
-        before = len(self._root_B1)
-        self.lm.cache.join(len(prompts))
+        before = len(self.lm.cache.lengths)
+        self.lm.cache.join(len(prompts), in_prefill=True)
         known = [0] * len(prompts)
         for index, prefix in enumerate(prefixes):
             known[index] = self._restore(before + index, prompts[index], prefix)
-        unread = [prompt[length:] for prompt, length in zip(prompts, known, strict=True)]
-        # The other rows are not read: their roots stay the same until the next round.
-        read = self.lm.prefill([[]] * before + unread, self._hidden_layers)
-        self._root_B1 = torch.cat([self._root_B1, upload(read.last[before:], self.device)])
-        most = max(map(len, prompts))
-        hidden = {layer: _after(states[before:], known, most) for layer, states in read.hidden.items()}
-        return Committed(tokens=prompts, hidden=hidden)
+        self._pieces.begin(prompts, known)
 
-    def begin(self, request: Request, prefix: tuple[SavedRow, int] | None = None) -> None:
-        """Appends a row for chunked prefill by `read`; until its end no pass decodes the row, and no other may join.
+    def read(self, counts: Sequence[int]) -> None:
+        """Reads the next `counts[i]` tokens of each prompt in prefill, in a pass of its own; errors as in `join`."""
+        self._pieces.read(counts)
 
-        See `join` for `prefix` and errors.
-        """
-        self._check_room(len(request.tokens))
-        self.lm.cache.join(1, in_prefill=True)
-        known = self._restore(len(self._root_B1), request.tokens, prefix)
-        self._prefill = _ChunkedPrefill(tokens=request.tokens, known=known)
+    def read_along(self, counts: Sequence[int]) -> None:
+        """Lets the next `forward` read the next `counts[i]` tokens of each prompt in prefill too."""
+        self._along = counts
 
-    def read(self, most: int) -> tuple[int, Committed | None]:
-        """Prefills a chunk of at most `most` tokens of the row of `begin`.
+    def admit(self, rows: Sequence[int]) -> Committed:
+        """Ends the prefill of prompts that are read, by index among those in prefill: rounds decode their rows, too."""
+        self.lm.cache.admit([self.lm.cache.decoding + row for row in rows])
+        prompts = self._pieces.take(rows)
+        self._root_B1 = torch.cat([self._root_B1, upload([tokens[-1:] for tokens in prompts.tokens], self.device)])
+        return prompts
 
-        Returns:
-            The number of tokens read; and the result of `join` after the last chunk, else None. Errors as in `join`.
-        """
-        assert self._prefill is not None
-        row, prompt = self._prefill, self._prefill.tokens
-        before, first = len(self._root_B1), self.lm.cache.lengths[-1]
-        last = min(first + most, len(prompt) - 1)
-        read = self.lm.prefill([[]] * before + [prompt[first : last + 1]], self._hidden_layers)
-        row.states.append({layer: states[before:] for layer, states in read.hidden.items()})
-        if last < len(prompt) - 1:
-            return last - first, None
-        self._prefill = None
-        self.lm.cache.admit()
-        self._root_B1 = torch.cat([self._root_B1, upload([prompt[-1:]], self.device)])
-        hidden = {
-            layer: _after(torch.cat([part[layer] for part in row.states], dim=1), [row.known], len(prompt))
-            for layer in self._hidden_layers
-        }
-        return last - first, Committed(tokens=[prompt], hidden=hidden)
-
-    def give_up(self) -> None:
-        """Removes the row of `begin`."""
-        self._prefill = None
-        self.lm.cache.keep(torch.arange(len(self._root_B1)))
+    def give_up(self, row: int) -> None:
+        """Removes a prompt in prefill, by index among them."""
+        self._pieces.drop([row])
+        rows = [each for each in range(len(self.lm.cache.lengths)) if each != self.lm.cache.decoding + row]
+        self.lm.cache.keep(torch.tensor(rows, dtype=torch.long))
 
     def _check_room(self, tokens: int) -> None:
         if tokens > self.capacity:
@@ -212,14 +196,16 @@ class Target:
         return self.lm.cache.restore(row, saved, max(most, 0))
 
     def forward(self, draft: Draft) -> TargetOut:
-        """Reads the last committed tokens, the whole draft and its probes in one pass."""
+        """Reads the last committed tokens, the whole draft, its probes and the pieces of `read_along` in one pass."""
         tokens = torch.cat([self._root_B1, draft.tokens], dim=1)
         parents = with_root(draft.parents)
+        rows_BM = depths(parents_of_chains(*tokens.shape, self.device))
+        along, self._along = self._along, ()
+        forward = partial(self._pieces.forward, along) if any(along) else self.lm.forward
         if draft.probes is not None:
-            rows_BM = depths(parents_of_chains(*tokens.shape, self.device))
-            out, probes = forward_with_probes(self.lm, draft.probes, tokens, parents, rows_BM, self._hidden_layers)
+            out, probes = forward_with_probes(forward, draft.probes, tokens, parents, rows_BM, self._hidden_layers)
             return TargetOut(logits=out.logits, hidden=out.hidden, probes=probes)
-        out = self.lm.forward(tokens, parents, hidden_layers=self._hidden_layers)
+        out = forward(tokens, parents, rows_BM, self._hidden_layers)
         likeliest = likeliest_after(self.lm, draft, out.logits, self._likeliest) if self._likeliest else None
         return TargetOut(logits=out.logits, hidden=out.hidden, likeliest=likeliest)
 
@@ -238,30 +224,10 @@ class Target:
         )
 
     def keep(self, rows: Tensor) -> None:
-        """Drops all rows but `rows`, `[b]` old indices in the new order; one in chunked prefill stays."""
+        """Drops all rows but `rows`, `[b]` old indices in the new order; those in prefill stay."""
         in_prefill = torch.arange(len(self._root_B1), len(self.lm.cache.lengths))
         self.lm.cache.keep(torch.cat([rows, in_prefill]))
         self._root_B1 = self._root_B1[rows]
-
-
-def _after(states_BND: Tensor, known: list[int], tokens: int) -> Tensor:
-    """For each token the state `[B, M, D]` of the token before it, from which it was predicted.
-
-    It is 0 for the first token of a row, and for those before the first state.
-
-    Args:
-        states_BND: of the tokens that were read.
-        known: for each row, the tokens before these.
-        tokens: M.
-
-    >>> _after(torch.tensor([[[1.0], [2.0], [3.0]], [[5.0], [0.0], [0.0]]]), [0, 2], 4)[:, :, 0].tolist()
-    [[0.0, 1.0, 2.0, 3.0], [0.0, 0.0, 0.0, 5.0]]
-    """
-    before_BMD = torch.nn.functional.pad(states_BND, (0, 0, 1, tokens - 1 - states_BND.shape[1]))
-    for row, shift in enumerate(known):
-        if shift:
-            before_BMD[row] = before_BMD[row].roll(shift, dims=0)
-    return before_BMD
 
 
 def gathered(states_BMD: Tensor, rows_BR: Tensor) -> Tensor:

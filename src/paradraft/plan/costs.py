@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from paradraft.decode.generation import Generation
 from paradraft.decode.lengths.draft_length import Fixed
+from paradraft.decode.stats import RoundTime
 from paradraft.engine.engine import Engine
 from paradraft.engine.request import requests_of
 from paradraft.sampling_params import Sampling
@@ -30,25 +31,6 @@ LEAST_S = 5.0
 """Minimum seconds of timing per batch size, because a few answers of a fast model say little."""
 FUTILE = 20
 """Consecutive batches without a counted round after which an engine that still lacks rounds fails."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundTime:
-    """Seconds of one round.
-
-    Args:
-        draft_s: everything the drafter does before the target's pass.
-        verify_s: the target's pass and the verdict.
-    """
-
-    draft_s: float
-    verify_s: float
-    other_s: float
-
-    @property
-    def total_s(self) -> float:
-        """The whole round."""
-        return self.draft_s + self.verify_s + self.other_s
 
 
 @dataclass(frozen=True, kw_only=True)

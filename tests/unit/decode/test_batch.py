@@ -13,7 +13,7 @@ from paradraft.core import INVALID, Committed, Draft, Drafting, Request, Verdict
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.generation import Generation
 from paradraft.decode.lengths.draft_length import Fixed
-from paradraft.decode.stats import RoundOutput
+from paradraft.decode.stats import RoundOutput, RoundTime
 from paradraft.drafters.none import NoDrafter
 from paradraft.models.causal_lm import CausalLM
 from paradraft.sampling_params import Sampling
@@ -230,8 +230,8 @@ class SeenLengths(Fixed):
         self.started = tree, is_ragged
         self.observed: list[tuple[object, ...]] = []
 
-    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
-        self.observed.append((output, draft_s, verify_s, other_s))
+    def observe(self, output: RoundOutput, time: RoundTime | None) -> None:
+        self.observed.append((output, time))
 
 
 class SeenDrafter(NoDrafter):
@@ -264,5 +264,10 @@ def test_all_parts_of_a_batch_are_told_what_it_is_for() -> None:
         output = batch.step()
         seconds = batch.clock.last_s
         rest = seconds["other"] if number else 0.0
-        assert lengths.observed[-1] == (output, seconds["draft"], seconds["verify"], rest)
+        time = RoundTime(draft_s=seconds["draft"], verify_s=seconds["verify"], other_s=rest)
+        assert lengths.observed[-1] == (output, time)
         assert rest > 0.0 or not number
+    batch.begin(list(map(Generation, requests([[1, 2, 3]]))))
+    batch.read_along(1)
+    output = batch.step()
+    assert lengths.observed[-1] == (output, None), "the time of a round that reads a prompt says nothing of drafts"

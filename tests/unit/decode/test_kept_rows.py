@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paradraft.core import Committed, Request
+from paradraft.core import Request
 from paradraft.decode.batch import Batch, run
 from paradraft.decode.generation import Generation
 from paradraft.decode.lengths.draft_length import Fixed
@@ -23,9 +23,9 @@ from tests.support.decoding import requests
 class SeenTarget(Target):
     """Remembers what rows begin with, and reads all."""
 
-    def join(self, requests: Sequence[Request], begun: Sequence[tuple[SavedRow, int] | None] = ()) -> Committed:
+    def begin(self, requests: Sequence[Request], begun: Sequence[tuple[SavedRow, int] | None] = ()) -> None:
         self.begun = begun
-        return super().join(requests)
+        super().begin(requests)
 
 
 class SeenDrafter(NoDrafter):

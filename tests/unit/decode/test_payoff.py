@@ -12,6 +12,7 @@ from paradraft.decode.batch import Batch
 from paradraft.decode.lengths.draft_length import POLICIES, Fixed
 from paradraft.decode.payoff import Compared, Payoff, Rounds
 from paradraft.decode.pearl.pearl import AheadBatch
+from paradraft.decode.stats import RoundTime
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.drafters.ngram import Config, NgramDrafter
 from paradraft.drafters.parts.text_drafter import TextDrafter
@@ -39,7 +40,7 @@ def decode(
         (length,) = policy.next()
         kept = int(length > 0 and chooser.random() < accepted)
         seconds = (drafted_s if length else plain_s) * (1.5 if chooser.random() < noise else 1.0)
-        policy.observe(round_of([kept], [length]), draft_s=0.0, verify_s=seconds, other_s=0.0)
+        policy.observe(round_of([kept], [length]), RoundTime(draft_s=0.0, verify_s=seconds, other_s=0.0))
         asked.append(length)
     return asked
 
@@ -115,7 +116,7 @@ def test_without_plain_rounds_the_factor_is_the_least_that_is_certain() -> None:
     policy.join(requests([[1]]))
     for number in range(40):
         policy.next()
-        policy.observe(round_of([number % 2], [4]), draft_s=0.030, verify_s=0.009, other_s=0.001)
+        policy.observe(round_of([number % 2], [4]), RoundTime(draft_s=0.030, verify_s=0.009, other_s=0.001))
     assert policy.payoff.advice(INSTEAD) == (
         "drafting made this at least 2.7 x slower here: try --lengths expected, or --drafter none"
     )

@@ -115,7 +115,7 @@ def test_a_stream_takes_part_in_the_rounds_of_others(engine: Engine) -> None:
     found = [next(stream).tokens for stream in streams]
     with passes_of(engine) as rows:
         assert alone(engine, PROMPTS[3], 12) == expected[3]
-    assert rows[0] == 4
+    assert rows[:2] == [3, 4], "its prompt is read along"
     with passes_of(engine) as rows:
         chunks = [list(stream) for stream in streams]
     assert not rows, "all has been decoded"
@@ -223,12 +223,14 @@ LONG = [7, 9, 11, 13, 8] * 6
 
 
 class SmallPieces:
-    """Four tokens of a prompt between two rounds."""
+    """Four tokens of prompts between two rounds, and eight where there are none."""
 
-    most = 4
+    most, alone = 4, 8
 
     def read(self, tokens: int, seconds: float) -> None:
         pass
+
+    read_along = read
 
     def decode(self, seconds: float) -> None:
         pass
@@ -241,9 +243,8 @@ def in_pieces(engine: Engine) -> Engine:
     return engine
 
 
-def test_a_long_prompt_is_read_between_the_rounds_of_others(in_pieces: Engine) -> None:
-    """Guards readers of streams against standing still while the prompts of others are read, and the order in which
-    requests came: who waits for the one that is read joins after it."""
+def test_a_long_prompt_is_read_beside_the_rounds_of_others(in_pieces: Engine) -> None:
+    """Guards readers of streams against standing still while the prompts of others are read."""
     expected = [alone(in_pieces, prompt, 40) for prompt in (PROMPTS[0], LONG, PROMPTS[1])]
     streams = [
         in_pieces.stream(prompt, max_new_tokens=40, sampling=SAMPLED) for prompt in (PROMPTS[0], LONG, PROMPTS[1])
@@ -251,7 +252,7 @@ def test_a_long_prompt_is_read_between_the_rounds_of_others(in_pieces: Engine) -
     found = [next(streams[0]).tokens]
     with passes_of(in_pieces) as rows:
         found += [next(streams[1]).tokens, next(streams[2]).tokens]
-    assert rows == [1] * 7 + [2, 3] or rows == [1] * 7 + [3], "a piece before each of seven rounds"
+    assert rows == [1] * 8 + [2, 3], "eight rounds read pieces of the long prompt, and the other has but one token"
     assert [first + tokens_of(rest) for first, rest in zip(found, streams, strict=True)] == expected
 
 
@@ -278,7 +279,7 @@ def test_who_ends_while_a_prompt_is_read(in_pieces: Engine, ends: str) -> None:
     if ends == "the reader":
         in_pieces._scheduler._waiting.append(asked)
         found += next(other).tokens
-        assert in_pieces._batch.prefill.chunked is not None
+        assert asked in in_pieces._batch.prefill.generations
         asked.is_cancelled = True
     elif ends == "the others":
         list(news)
@@ -287,7 +288,37 @@ def test_who_ends_while_a_prompt_is_read(in_pieces: Engine, ends: str) -> None:
         with pytest.raises(ValueError, match="not numbers"):
             list(news)
     assert found + tokens_of(other) == expected[0]
-    assert in_pieces._batch.prefill.chunked is None and not asked.tokens[5:]
+    assert not in_pieces._batch.prefill.generations and not asked.tokens[5:]
+
+
+def test_a_short_prompt_overtakes_long_ones(in_pieces: Engine) -> None:
+    """Guards a client with a short question against the documents of others, which came before it: its prompt is read
+    beside them, and it has its answer while they wait for theirs."""
+    texts = [LONG[start:] for start in range(4)]
+    expected = [alone(in_pieces, text, 6) for text in [*texts, PROMPTS[2]]]
+    long = [generation(in_pieces, text, 6) for text in texts]
+    for asked in long:
+        asked.is_watched = True
+    in_pieces._scheduler._waiting.extend(long)
+    with passes_of(in_pieces) as rows:
+        found = tokens_of(in_pieces.stream(PROMPTS[2], max_new_tokens=6, sampling=SAMPLED))
+    assert rows == [1] * 6 and in_pieces._batch.prefill.generations == long
+    assert not any(asked.tokens for asked in long)
+    in_pieces._scheduler._wait_until(lambda: all(asked.is_told for asked in long))
+    assert [*(asked.tokens for asked in long), found] == expected
+
+
+def test_a_prompt_is_given_up_while_nothing_else_runs(in_pieces: Engine) -> None:
+    """Guards work for a client that has gone: with nobody else there, too, its prompt is read in pieces."""
+    asked = generation(in_pieces, LONG, 6)
+    asked.is_watched = True
+    in_pieces._scheduler._waiting.append(asked)
+    in_pieces._scheduler._run_round()
+    assert in_pieces._batch.prefill.generations == [asked] and in_pieces.target.unread == [29 - 8]
+    asked.is_cancelled = True
+    in_pieces._scheduler._run_round()
+    assert not in_pieces._batch.members and not in_pieces.target.unread
+    assert alone(in_pieces, LONG, 6) == alone(in_pieces, LONG, 6)
 
 
 class Loop:
@@ -325,7 +356,7 @@ def test_telling_readers_is_part_of_a_round(engine: Engine, monkeypatch: pytest.
     """Guards length policies of a server: fewer rounds are worth more where each has to be told, and before the first
     there is nothing to tell."""
     others_s: list[float] = []
-    monkeypatch.setattr(engine.lengths, "observe", lambda *_, other_s, **__: others_s.append(other_s))
+    monkeypatch.setattr(engine.lengths, "observe", lambda _, time: others_s.append(time.other_s))
     watched(engine, Loop(0.02), 4)
     assert others_s[0] < 0.01 < 0.02 <= min(others_s[1:])
     alone(engine, PROMPTS[0], 4)

@@ -10,8 +10,8 @@ import torch
 from paradraft.core import Draft, Verdict
 from paradraft.decode.batch import Batch
 from paradraft.decode.generation import Generation
-from paradraft.decode.stats import RoundOutput
-from paradraft.plan.costs import Costs, RoundTime
+from paradraft.decode.stats import RoundOutput, RoundTime
+from paradraft.plan.costs import Costs
 from paradraft.plan.predict import PLAIN, Way, best, predict, sizes
 from paradraft.traits import Traits
 from tests.support.decoding import CPU, requests, stepped
@@ -35,7 +35,7 @@ class Part:
     def keep(self, rows: torch.Tensor) -> None:
         pass
 
-    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
+    def observe(self, output: RoundOutput, time: RoundTime | None) -> None:
         pass
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from paradraft.core import Draft, Request
 from paradraft.decode.lengths.expected_length import Expected
 from paradraft.decode.lengths.valued_drafts import ValuedDrafts
-from paradraft.decode.stats import RoundOutput
+from paradraft.decode.stats import RoundOutput, RoundTime
 from paradraft.parents import ancestors
 from paradraft.traits import Traits
 from paradraft.tree import Tree
@@ -55,8 +55,8 @@ class LengthPolicy(Protocol):
     def cut(self, draft: Draft) -> Draft:
         """Removes nodes that are not worth verifying."""
 
-    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
-        """Learns from the acceptance and the times of a round: drafter, target, rest."""
+    def observe(self, output: RoundOutput, time: RoundTime | None) -> None:
+        """Learns from the acceptance of a round and its time; that is None if the round has read prompts too."""
 
     def keep(self, rows: Tensor) -> None:
         """Drops and reorders rows: `[b]` the old index of each row."""
@@ -89,7 +89,7 @@ class Fixed:
         """Returns the draft unchanged."""
         return draft
 
-    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
+    def observe(self, output: RoundOutput, time: RoundTime | None) -> None:
         """Does nothing."""
 
     def keep(self, rows: Tensor) -> None:
@@ -112,7 +112,7 @@ class Heuristic(Fixed):
         """Returns the length of each row."""
         return list(self._wanted)
 
-    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
+    def observe(self, output: RoundOutput, time: RoundTime | None) -> None:
         """Updates the length of each row."""
         for row, (accepted, drafted) in enumerate(zip(output.accepted, output.drafted, strict=True)):
             if drafted:

@@ -15,7 +15,7 @@ from torch import Tensor
 from paradraft.core import Draft, Request
 from paradraft.decode.lengths.acceptance_shares import AcceptanceShares
 from paradraft.decode.lengths.round_costs import RoundCosts
-from paradraft.decode.stats import RoundOutput
+from paradraft.decode.stats import RoundOutput, RoundTime
 from paradraft.ragged import upload
 from paradraft.tree import Tree
 from paradraft.worth import Worth
@@ -203,7 +203,7 @@ class Expected:
     def _depth(self, nodes: Sequence[int]) -> int:
         return max(nodes) if self._acceptance.is_chain else self.k
 
-    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
+    def observe(self, output: RoundOutput, time: RoundTime | None) -> None:
         """See `LengthPolicy`."""
         # A finished row drafts nothing, and an answer may end at its length limit.
         requested = [nodes if tokens else 0 for nodes, tokens in zip(self._requested, output.tokens, strict=True)]
@@ -211,17 +211,16 @@ class Expected:
         begin = drafting - self._drafting
         is_first = bool(begin) or bool(drafting) != bool(self._drafting)
         self._drafting = drafting
-        self._costs.learn(
-            self._rows,
-            [output.nodes[row] for row in sorted(drafting)],
-            self._depth(requested),
-            draft_s=draft_s,
-            verify_s=verify_s,
-            other_s=other_s,
-            unread=sum(self._unread[row] for row in begin),
-            is_first=is_first,
-            is_usual=self._try is None,
-        )
+        if time is not None:
+            self._costs.learn(
+                self._rows,
+                [output.nodes[row] for row in sorted(drafting)],
+                self._depth(requested),
+                time,
+                unread=sum(self._unread[row] for row in begin),
+                is_first=is_first,
+                is_usual=self._try is None,
+            )
         for row, tokens in enumerate(output.tokens):
             self._unread[row] = len(tokens) + (0 if row in drafting else self._unread[row])
             self._room[row] -= len(tokens)
@@ -230,9 +229,9 @@ class Expected:
             could = [drafted if is_finished else nodes for nodes, drafted, is_finished in rows]
             if any(could):
                 self._acceptance.learn(could, output.nodes, output.paths)
-        if self._plan is None:
+        if self._plan is None or time is None:
             return
-        seconds = self._costs.of_usual(draft_s + verify_s + other_s)
+        seconds = self._costs.of_usual(time.total_s)
         if self._try is None:
             self._since_try += 1
             self._lost_s = max(self._lost_s - self.EXPLORE * seconds, 0.0)

@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from paradraft.decode.lengths.isotonic import increasing
+from paradraft.decode.stats import RoundTime
 from paradraft.timing import typical
 
 
@@ -200,10 +201,8 @@ class RoundCosts:
         rows: int,
         nodes: Sequence[int],
         depth: int,
+        time: RoundTime,
         *,
-        draft_s: float,
-        verify_s: float,
-        other_s: float,
         unread: int,
         is_first: bool,
         is_usual: bool,
@@ -218,19 +217,20 @@ class RoundCosts:
                 machine is now.
         """
         slowness, size = self._slowness, self._size(rows, nodes)
-        self._other_s += self.DRIFT * (other_s / slowness - self._other_s)
+        self._other_s += self.DRIFT * (time.other_s / slowness - self._other_s)
         if is_first and not nodes:
             return
         if is_usual and self._target_s.knows_well(size):
-            self._slowness *= min(max(verify_s / (slowness * self._target_s.typical(size)), 0.25), 4.0) ** self.DRIFT
+            change = time.verify_s / (slowness * self._target_s.typical(size))
+            self._slowness *= min(max(change, 0.25), 4.0) ** self.DRIFT
         else:
-            self._target_s.add(size, verify_s / slowness)
+            self._target_s.add(size, time.verify_s / slowness)
         if nodes and unread:
-            self._first.append((unread, draft_s / slowness, len(nodes), depth))
+            self._first.append((unread, time.draft_s / slowness, len(nodes), depth))
         elif nodes and not is_first:
             times = self._draft_s[(len(nodes) - 1).bit_length()]
             if not (is_usual and times.knows_well(depth)):
-                times.add(depth, draft_s / slowness)
+                times.add(depth, time.draft_s / slowness)
 
     def of_usual(self, seconds: float) -> float:
         """Converts a current time to the machine speed at which times were learnt."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from paradraft.core import Draft, Request
 from paradraft.decode.lengths.round_costs import RoundCosts
 from paradraft.decode.lengths.trust import Trust
-from paradraft.decode.stats import RoundOutput
+from paradraft.decode.stats import RoundOutput, RoundTime
 from paradraft.tree import Tree
 from paradraft.worth import Worth
 
@@ -187,25 +187,24 @@ class ValuedDrafts:
     def _hopeful_s(self, nodes: Sequence[int]) -> float:
         return self._costs.pass_s(self._rows, [count for count in nodes if count], hopeful=True)
 
-    def observe(self, output: RoundOutput, *, draft_s: float, verify_s: float, other_s: float) -> None:
+    def observe(self, output: RoundOutput, time: RoundTime | None) -> None:
         """Learns the time of the round, and how far the values can be trusted."""
+        if self._draft is not None:
+            self._trust.learn(self._draft, output.tokens)
+        if time is None:
+            return
         nodes, tokens = [count for count in output.nodes if count], sum(map(len, output.tokens))
         self._since_plain = self._since_plain + 1 if nodes else 0
         self._plain_left = max(self._plain_left - 1, 0)
         self._guard.pass_round()
-        self._costs.learn(
-            self._rows, nodes, self.k, draft_s=draft_s, verify_s=verify_s, other_s=other_s, unread=0, is_first=False,
-            is_usual=not self._is_trial,
-        )  # fmt: skip
-        if self._draft is not None:
-            self._trust.learn(self._draft, output.tokens)
-        seconds = self._costs.of_usual(verify_s + other_s)
+        self._costs.learn(self._rows, nodes, self.k, time, unread=0, is_first=False, is_usual=not self._is_trial)
+        seconds = self._costs.of_usual(time.verify_s + time.other_s)
         if not self._costs.knows_plain(self._rows):
             return
         plain_s = self._costs.pass_s(self._rows, [])
         if self._is_drafting:
             worth = tokens / max(sum(map(bool, output.tokens)), 1)
-            saved_s = worth * plain_s - seconds - self._costs.of_usual(draft_s)
+            saved_s = worth * plain_s - seconds - self._costs.of_usual(time.draft_s)
             self._guard.saved(max(saved_s, -self.MOST_LOST * plain_s), plain_s)
         self._since_trial += 1
         if self._is_trial:

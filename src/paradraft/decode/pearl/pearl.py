@@ -209,12 +209,12 @@ class AheadBatch(Batch):
         """See `Batch`."""
         return decode_round_ahead(self)
 
-    def _admit(self, generations: Sequence[Generation], prefilled: Prefilled) -> None:
+    def _admit(self, prefilled: Prefilled) -> None:
         """Adds rows with an empty draft."""
         before = len(self.generations)
-        super()._admit(generations, prefilled)
+        super()._admit(prefilled)
         known = self.ahead.tokens if before else Draft.empty(0, self.target.device).tokens
-        self.ahead = Draft.chain(torch.nn.functional.pad(known, (0, 0, 0, len(generations)), value=ABSENT))
+        self.ahead = Draft.chain(torch.nn.functional.pad(known, (0, 0, 0, len(prefilled.generations)), value=ABSENT))
 
     def keep(self, rows_b: Tensor) -> None:
         """See `Batch`."""

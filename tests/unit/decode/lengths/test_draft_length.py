@@ -7,6 +7,7 @@ import torch
 
 from paradraft.core import Draft
 from paradraft.decode.lengths.draft_length import POLICIES, Confidence, Heuristic, LengthPolicy
+from paradraft.decode.stats import RoundTime
 from paradraft.ragged import from_lists
 from paradraft.tree import ABSENT, Tree
 from tests.support.decoding import requests, round_of
@@ -14,7 +15,7 @@ from tests.support.decoding import requests, round_of
 
 def observe(policy: LengthPolicy, accepted: list[int], drafted: list[int]) -> None:
     """A round of chains of which these numbers of tokens were accepted."""
-    policy.observe(round_of(accepted, drafted), draft_s=0.1 * max(drafted), verify_s=1.0, other_s=0.0)
+    policy.observe(round_of(accepted, drafted), RoundTime(draft_s=0.1 * max(drafted), verify_s=1.0, other_s=0.0))
 
 
 def begin(policy: LengthPolicy, rows: int) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from paradraft.core import Draft
 from paradraft.decode.lengths.expected_length import Expected
-from paradraft.decode.stats import RoundOutput
+from paradraft.decode.stats import RoundOutput, RoundTime
 from paradraft.ragged import from_lists
 from paradraft.tree import ABSENT, Tree
 from tests.support.decoding import requests, round_of
@@ -49,7 +49,7 @@ class Simulated:
             verify_s = self.slowness * self.target_s(self.rows + sum(drafted)) * self._noise()
             number = sum(length > 0 for length in asked)
             draft_s = self.slowness * self.draft_s(number, max(asked)) * self._noise() if number else 0.0
-            self.policy.observe(round_of(accepted, drafted), draft_s=draft_s, verify_s=verify_s, other_s=0.0)
+            self.policy.observe(round_of(accepted, drafted), RoundTime(draft_s=draft_s, verify_s=verify_s, other_s=0.0))
             self.asked.append(list(asked))
             self.tokens += self.rows + sum(accepted)
             self.seconds += (draft_s + verify_s) / self.slowness
@@ -195,7 +195,8 @@ def test_a_pass_as_long_as_its_longest_row_is_so_expected() -> None:
         lengths = policy.next()
         accepted = [sum(1 for _ in range(length) if chooser.random() < 0.2) for length in lengths]
         verify_s = steep(4 * (1 + max(lengths)))
-        policy.observe(round_of(accepted, lengths), draft_s=0.05 * any(lengths), verify_s=verify_s, other_s=0.0)
+        time = RoundTime(draft_s=0.05 * any(lengths), verify_s=verify_s, other_s=0.0)
+        policy.observe(round_of(accepted, lengths), time)
         asked.append(lengths)
     assert sum(map(any, asked[100:])) < 0.05 * 300
 
@@ -255,7 +256,7 @@ def test_a_row_that_has_ended_teaches_nothing() -> None:
         lengths = policy.next()
         drafted = [*lengths[:2], 0, 0]
         output = round_of([*lengths[:2], 0, 0], drafted, ended=2)
-        policy.observe(output, draft_s=0.01, verify_s=1.0 + 0.01 * sum(drafted), other_s=0.0)
+        policy.observe(output, RoundTime(draft_s=0.01, verify_s=1.0 + 0.01 * sum(drafted), other_s=0.0))
     assert policy.next()[:2] == [4, 4]
 
 
@@ -290,7 +291,7 @@ def test_a_tree_has_as_many_nodes_as_pay(token_s: float, best: range) -> None:
         draft = policy.cut(Draft.chain(from_lists([[1] * 8 if length else [] for length in lengths])))
         asked = (draft.tokens != ABSENT).sum(1).tolist()
         output = tree_round(asked, [0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.05, 0.0], chooser)
-        policy.observe(output, draft_s=0.02, verify_s=1.0 + token_s * (2 + sum(asked)), other_s=0.0)
+        policy.observe(output, RoundTime(draft_s=0.02, verify_s=1.0 + token_s * (2 + sum(asked)), other_s=0.0))
         numbers += asked
     usual = max(set(numbers[400:]), key=numbers[400:].count)
     assert usual in best, numbers[-40:]
@@ -303,4 +304,4 @@ def test_a_clock_that_stands_still_is_no_error() -> None:
     policy.join(requests([[1]] * 2))
     for _ in range(50):
         lengths = policy.next()
-        policy.observe(round_of(lengths, lengths), draft_s=0.0, verify_s=0.0, other_s=0.0)
+        policy.observe(round_of(lengths, lengths), RoundTime(draft_s=0.0, verify_s=0.0, other_s=0.0))

@@ -12,6 +12,7 @@ import torch
 from paradraft.core import Draft
 from paradraft.decode.lengths.round_costs import RoundCosts
 from paradraft.decode.lengths.valued_drafts import ValuedDrafts, most_worth
+from paradraft.decode.stats import RoundTime
 from paradraft.drafters.parts.estimating import at_odds, chain_of
 from paradraft.ragged import from_lists
 from paradraft.tree import ABSENT, Tree
@@ -54,8 +55,8 @@ def test_no_draft_pays_below_the_least_value(rows: int) -> None:
         times_s = [plain_s, *(plain_s + chooser.random() * size for size in sizes)]
         for size, seconds in zip([0, *sizes], sorted(times_s), strict=True):
             costs.learn(
-                rows, [size] * bool(size), 8, draft_s=0.0, verify_s=seconds, other_s=0.1, unread=0, is_first=False,
-                is_usual=False,
+                rows, [size] * bool(size), 8, RoundTime(draft_s=0.0, verify_s=seconds, other_s=0.1),
+                unread=0, is_first=False, is_usual=False,
             )  # fmt: skip
         least = rows * costs.least_more(rows)
 
@@ -102,7 +103,7 @@ class Run:
             seconds = self.target_s(1 + nodes)
             self.rounds += 1
             slow = 10.0 if self.rounds in self.disturbed else self.slow(self.rounds)
-            self.policy.observe(output, draft_s=self.draft_s, verify_s=slow * seconds, other_s=0.0)
+            self.policy.observe(output, RoundTime(draft_s=self.draft_s, verify_s=slow * seconds, other_s=0.0))
             self.kept.append(nodes)
             self.tokens += 1 + accepted
             self.seconds += seconds
@@ -183,7 +184,8 @@ def test_drafts_that_take_too_long_pause() -> None:
             Draft(**vars(Draft.chain(torch.ones(1, len(values[0]), dtype=torch.long))) | {"values": values})
         )
         nodes = draft.tokens.shape[1]
-        policy.observe(round_of([nodes], [nodes]), draft_s=2.0 * bool(k), verify_s=flat(1 + nodes), other_s=0.0)
+        time = RoundTime(draft_s=2.0 * bool(k), verify_s=flat(1 + nodes), other_s=0.0)
+        policy.observe(round_of([nodes], [nodes]), time)
         drafted += bool(k)
     assert drafted < 60
 
@@ -242,7 +244,7 @@ def test_rows_share_a_pass() -> None:
         drafted = policy.cut(draft) if is_drafting else Draft.empty(2, CPU)
         nodes = [sum(token != ABSENT for token in row) for row in drafted.lists[0]]
         seconds = 1.0 + 0.2 * sum(nodes)
-        policy.observe(round_of([min(nodes[0], 2), 0], nodes), draft_s=0.0, verify_s=seconds, other_s=0.0)
+        policy.observe(round_of([min(nodes[0], 2), 0], nodes), RoundTime(draft_s=0.0, verify_s=seconds, other_s=0.0))
         seen.append(drafted.lists[0])
     assert seen.count([[5, 6, 7], [ABSENT] * 3]) > 40
 

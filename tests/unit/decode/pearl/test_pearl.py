@@ -115,7 +115,7 @@ class NoDrafts(TextDrafter):
 @pytest.mark.parametrize("in_pieces", [False, True], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_rows_join_and_leave(compiled: bool | None, in_pieces: bool) -> None:
-    """Guards drafts that are verified in the row of another request, also where its prompt is read between rounds."""
+    """Guards drafts that are verified in the row of another request, also where its prompt is read beside rounds."""
     target, drafter = target_of(model(1, compiled)), autoregressive(model(1, compiled))
     asked = requests(PROMPTS, SAMPLINGS, [30, 7, 9, 12, 40])
     plain = answers(Batch(target, NoDrafts(), lengths=Fixed(0)), asked)
@@ -126,9 +126,10 @@ def test_rows_join_and_leave(compiled: bool | None, in_pieces: bool) -> None:
         for _ in range(2):
             batch.step()
         if in_pieces:
-            batch.begin(generation)
-        while batch.prefill.chunked is not None:
-            batch.read(2)
+            batch.begin([generation])
+        while batch.prefill.generations:
+            batch.read(1)
+            batch.read_along(2)
             batch.step()
         if not in_pieces:
             batch.join([generation])

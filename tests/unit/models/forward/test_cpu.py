@@ -202,7 +202,7 @@ def test_more_tokens_than_slots_hurt_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "parents", "wanted"), [([5000], [-1], [0]), ([5], [0], [0]), ([5], [-1], [-1]), ([5], [-1], [1])]
+    ("text", "parents", "wanted"), [([5000], [-1], [0]), ([5], [0], [0]), ([5], [-1], [-2]), ([5], [-1], [1])]
 )
 def test_wrong_indices_are_refused(text: list[int], parents: list[int], wanted: list[int]) -> None:
     """Guards memory, and against a loop without end."""

@@ -45,7 +45,7 @@ struct Model {
 struct Batch {
     int64_t rows, tokens, wanted, slots; // B, N, R and the slots of a row's cache
     const int64_t *ids, *parents;        // [B, N]; below 0: absent, and the last token kept
-    const int64_t *lengths, *places;     // [B] tokens kept; [B, R] whose logits are wanted
+    const int64_t *lengths, *places;     // [B] tokens kept; [B, R] whose logits are wanted, -1 for none
     void* const* keys;                   // of each layer [B, slots, kv_heads, head_size]
     void* const* values;
     float* logits; // [B, R, outputs of the head]; 0 where the token is absent
@@ -128,7 +128,7 @@ static bool is_sound(const Model& model, const Batch& batch) {
             if (batch.ids[at] >= model.vocabulary + model.added_rows || batch.parents[at] >= token) return false;
         }
         for (int64_t i = row * batch.wanted; i < (row + 1) * batch.wanted; i++)
-            if (batch.places[i] < 0 || batch.places[i] >= batch.tokens) return false;
+            if (batch.places[i] < -1 || batch.places[i] >= batch.tokens) return false;
     }
     return true;
 }
@@ -152,6 +152,7 @@ static void choose(const Batch& batch, Scratch& scratch) {
             scratch.places.push_back(at);
         }
         for (int64_t to = row * batch.wanted; to < (row + 1) * batch.wanted; to++) {
+            if (batch.places[to] < 0) continue;
             int64_t number = scratch.numbers[row * batch.tokens + batch.places[to]];
             if (number >= 0) last_tokens.push_back(number);
             (number >= 0 ? scratch.outputs : scratch.missing).push_back(to);
