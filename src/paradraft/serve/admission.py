@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from paradraft.serve.connection import BACKLOG, Connection, Connections, most_connections
 from paradraft.serve.exchange import ApiError
 from paradraft.serve.limits import Limits
 
@@ -40,6 +42,9 @@ class Admission:
         self.waiting = 0
         """Answers in the queue."""
         self.is_closing = False
+        self.connections = Connections(most=most_connections())
+        self._most_bytes = (limits.max_batch + limits.max_queue) * limits.max_body_bytes
+        self._bytes = 0
 
     @property
     def is_idle(self) -> bool:
@@ -77,6 +82,28 @@ class Admission:
                 raise ending() from None
             limit_s = self._limits.timeout_s
             raise ApiError(408, f"the request took longer than {limit_s:g} s: ask for less", code="timeout") from None
+
+    @contextmanager
+    def bodies(self) -> Iterator[Callable[[int], None]]:
+        """Context manager around a request whose body is in memory; yields a function that counts received bytes.
+
+        All bodies together may be as large as those of all requests that may be admitted; the function raises ApiError
+        for more.
+        """
+        size = 0
+
+        def count(more: int) -> None:
+            nonlocal size
+            size += more
+            self._bytes += more
+            if self._bytes > self._most_bytes:
+                message = f"{self._bytes} bytes of requests are being received: try again later"
+                raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1", "Connection": "close"})
+
+        try:
+            yield count
+        finally:
+            self._bytes -= size
 
     @contextmanager
     def reserve(self, answers: int) -> Iterator[Reservation]:
@@ -131,7 +158,8 @@ class Server(uvicorn.Server):
                 access_log=False,
                 lifespan="off",
                 ws="none",
-                http="h11",
+                http=partial(Connection, admission.connections),  # type: ignore[arg-type]  # which it only calls
+                backlog=BACKLOG,
                 server_header=False,
                 timeout_graceful_shutdown=LAST_S,
             )

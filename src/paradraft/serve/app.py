@@ -93,6 +93,10 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = dict(scope["headers"])
+        if b"transfer-encoding" in headers and b"content-length" in headers:
+            # A proxy may end the request where the other one says, and take its rest for the request of another client.
+            message = "the request has both Transfer-Encoding and Content-Length: send one of them"
+            return ApiError(400, message, headers={"Connection": "close"})
         if self._key is None:
             if names_this_machine(headers.get(b"host", b"")):
                 return None

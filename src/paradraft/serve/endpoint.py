@@ -38,8 +38,9 @@ class Completion(Response):
         exchange = Exchange(scope, receive, send, self._service.limits.max_body_bytes)
         try:
             async with self._service.admission.request():
-                body = await exchange.body()
-                await exchange.while_connected(self._answer(body, exchange))
+                with self._service.admission.bodies() as count:
+                    body = await exchange.body(count)
+                    await exchange.while_connected(self._answer(body, exchange))
         except ClientGoneError:
             return
         except asyncio.CancelledError:  # a second signal forces the shutdown

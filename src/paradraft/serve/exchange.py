@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -95,11 +95,11 @@ class Exchange:
         self.is_begun = False
         """Whether part of the response was sent."""
 
-    async def body(self) -> bytes:
-        """Reads the body.
+    async def body(self, count: Callable[[int], None]) -> bytes:
+        """Reads the body; calls `count` with the size of each part.
 
         Raises:
-            ApiError: it is too long, or not JSON.
+            ApiError: it is too long, or not JSON, or `count` raised it.
             ClientGoneError: the client disconnects.
         """
         headers = dict(self.scope["headers"])
@@ -113,6 +113,7 @@ class Exchange:
         while not self._is_read:
             parts.append(await self._read())
             size += len(parts[-1])
+            count(len(parts[-1]))
             if size > self._most_bytes:
                 # A variable for the error would keep it, and through its traceback the body, until a full collection.
                 raise self._too_long()

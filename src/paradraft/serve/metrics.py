@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
@@ -45,6 +46,12 @@ class Metrics:
         )
         slow = Gauge("paradraft:slow_models", help_text, ("model_name",), registry=self._registry).labels(model)
         slow.set(slow_models)
+        for name, help_text in (
+            ("malformed_requests", "Requests that were no HTTP."),
+            ("refused_connections", "Connections above the limit."),
+        ):
+            count = Gauge(f"paradraft:{name}", help_text, ("model_name",), registry=self._registry).labels(model)
+            count.set_function(partial(getattr, admission.connections, name.partition("_")[0]))
         help_text = "Tokens a second as a multiple of those of rounds without drafts; NaN as long as that is not known."
         speedup = Gauge("paradraft:drafting_speedup", help_text, ("model_name",), registry=self._registry).labels(model)
         speedup.set_function(lambda: math.nan if payoff.speedup is None else payoff.speedup)
