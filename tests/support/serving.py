@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -55,12 +55,16 @@ class Serving:
 
 @contextmanager
 def serving(
-    engine: Engine, key: str | None = None, defaults: Mapping[str, float] | None = None, **limits: float
+    engine: Engine,
+    key: str | None = None,
+    defaults: Mapping[str, float] | None = None,
+    names: Sequence[str] = (MODEL,),
+    **limits: float,
 ) -> Iterator[Serving]:
     """Serves until the end of the block, and no longer."""
     listening = bound("127.0.0.1", 0)
     app, admission = new_app(
-        engine, model=MODEL, limits=Limits(**{"drain_s": 5.0} | limits), key=key, defaults=defaults
+        engine, names=names, limits=Limits(**{"drain_s": 5.0} | limits), key=key, defaults=defaults
     )
     server = Server(app, admission)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)

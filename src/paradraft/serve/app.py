@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
@@ -20,17 +20,30 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paradraft.engine.engine import Engine
+from paradraft.errors import one_line
 from paradraft.serve.address import is_loopback
 from paradraft.serve.admission import Admission, ending
 from paradraft.serve.chat import ChatCompletionRequest
 from paradraft.serve.choices import Service
 from paradraft.serve.completions import CompletionRequest
-from paradraft.serve.endpoint import Completion
+from paradraft.serve.endpoint import Completion, Tokenization
 from paradraft.serve.exchange import ApiError, JsonReply
 from paradraft.serve.grammar import Grammars
 from paradraft.serve.limits import Limits
 from paradraft.serve.metrics import Metrics
-from paradraft.serve.schemas import COUNT, NOT_SERVED, NULL, STRING, ApiRequest, list_of, object_of, or_null
+from paradraft.serve.schemas import (
+    COUNT,
+    IGNORED,
+    IGNORED_HEADER,
+    NOT_SERVED,
+    NULL,
+    NUMBER,
+    STRING,
+    ApiRequest,
+    list_of,
+    object_of,
+    or_null,
+)
 
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:[0-9]{1,5})?")
 """`Host` header in lower case: a name or an address, and optionally a port."""
@@ -56,6 +69,7 @@ REFUSALS = {
 }
 EVENTS = "Each event's data is a piece in JSON, or an error, which is the last one; after the last piece it is [DONE]."
 JSON = "application/json"
+KEYED = ("/v1", "/tokenize")
 REQUESTS: dict[str, type[ApiRequest]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
@@ -76,7 +90,7 @@ class Guard:
     """ASGI middleware that rejects unauthorized requests.
 
     Args:
-        key: API key of requests to `/v1`. None, on a server bound to loopback: requests must then have a loopback
+        key: API key of requests to `KEYED`. None, on a server bound to loopback: requests must then have a loopback
             `Host`, which those from a page of another site do not have (DNS rebinding).
     """
 
@@ -101,7 +115,7 @@ class Guard:
             if names_this_machine(headers.get(b"host", b"")):
                 return None
             return ApiError(403, "this server is for its own machine: call it by 127.0.0.1 or localhost, or set a key")
-        if not scope["path"].startswith("/v1"):
+        if not scope["path"].startswith(KEYED):
             return None
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key):
@@ -113,7 +127,7 @@ class Guard:
 def new_app(
     engine: Engine,
     *,
-    model: str,
+    names: Sequence[str],
     limits: Limits,
     key: str | None = None,
     defaults: Mapping[str, float] | None = None,
@@ -121,15 +135,15 @@ def new_app(
     """Builds an application that answers requests with an engine, and its admission control.
 
     Args:
-        model: served model name.
+        names: of the model in requests; the first is in answers.
         key: API key that requests must send.
         defaults: sampling parameters that a request leaves out, by name; the rest have OpenAI's defaults.
     """
     admission = Admission(limits)
     slow_models = sum(bool(lm.refusals) for lm in (engine.target.lm, *engine.drafter.models))
-    metrics = Metrics(model, admission, slow_models, engine.payoff)
+    metrics = Metrics(names[0], admission, slow_models, engine.payoff)
     service = Service(
-        engine=engine, admission=admission, metrics=metrics, grammars=Grammars(engine.target.facts), model=model,
+        engine=engine, admission=admission, metrics=metrics, grammars=Grammars(engine.target.facts), names=names,
         limits=limits, defaults=defaults or {},
     )  # fmt: skip
     # FastAPI's pages load scripts from other hosts.
@@ -140,6 +154,7 @@ def new_app(
     app.openapi_version = OPENAPI
     app.add_middleware(Guard, key=key)
     _add_completions(app, service, key)
+    _add_tokenize(app, service, key)
     _add_others(app, service, key)
     return app, admission
 
@@ -151,7 +166,6 @@ def _add_completions(app: FastAPI, service: Service, key: str | None) -> None:
 
         return complete
 
-    refused = (400, 403 if key is None else 401, 404, 408, 413, 415, 429, 500, 503)
     for path, schema in REQUESTS.items():
         name = schema.__name__.removesuffix("Request")
         app.add_api_route(
@@ -160,26 +174,61 @@ def _add_completions(app: FastAPI, service: Service, key: str | None) -> None:
             methods=["POST"],
             description=schema.__doc__,
             dependencies=_keyed(key),
-            responses={200: {"content": _json(name) | _events(f"{name}Chunk")}, **_refusals(*refused)},
+            responses={200: {"content": _json(name) | _events(f"{name}Chunk")}, **_refusals(*_refused(key))},
             openapi_extra={"requestBody": {"required": True, "content": _json(schema.__name__)}},
         )
+
+
+def _add_tokenize(app: FastAPI, service: Service, key: str | None) -> None:
+    async def tokenize() -> Response:
+        """The token ids of a prompt, in a request for either kind of completions."""
+        return Tokenization(service)
+
+    requests = {JSON: {"schema": {"anyOf": [_ref(schema.__name__) for schema in REQUESTS.values()]}}}
+    app.add_api_route(
+        "/tokenize",
+        tokenize,
+        methods=["POST"],
+        dependencies=_keyed(key),
+        responses={200: {"content": _json("Tokens")}, **_refusals(*_refused(key))},
+        openapi_extra={"requestBody": {"required": True, "content": requests}},
+    )
+
+
+def _refused(key: str | None) -> tuple[int, ...]:
+    """Statuses of a request that was refused."""
+    return 400, 403 if key is None else 401, 404, 408, 413, 415, 429, 500, 503
 
 
 def _add_others(app: FastAPI, service: Service, key: str | None) -> None:
     engine, guarded, created = service.engine, _refusals(*[403] * (key is None)), int(time.time())
     models_refused = _refusals(403 if key is None else 401)
 
+    served = {
+        "id": service.model, "object": "model", "created": created, "owned_by": "paradraft",
+        "max_model_len": engine.target.capacity,
+    }  # fmt: skip
+
     @app.get("/v1/models", dependencies=_keyed(key), responses={200: {"content": _json("Models")}, **models_refused})
     async def models() -> Response:
         """The model that is served."""
-        served = {
-            "id": service.model,
-            "object": "model",
-            "created": created,
-            "owned_by": "paradraft",
-            "max_model_len": engine.target.capacity,
-        }
         return JsonReply({"object": "list", "data": [served]})
+
+    @app.get(
+        "/v1/models/{name:path}", dependencies=_keyed(key),
+        responses={200: {"content": _json("Model")}, **models_refused, **_refusals(404)},
+    )  # fmt: skip
+    async def model(name: str) -> Response:
+        """The model by one of its names."""
+        if name in service.names:
+            return JsonReply(served)
+        message = f"{one_line(name)} is not served here, which is {service.model!a}"
+        return ApiError(404, message, param="model", code="model_not_found").reply
+
+    @app.get("/version", responses={200: {"content": _json("Version")}, **guarded})
+    async def versions() -> Response:
+        """The version of paradraft."""
+        return JsonReply({"version": version("paradraft")})
 
     @app.get("/health", response_class=Response, responses=guarded | _refusals(503))
     async def health() -> Response:
@@ -253,9 +302,16 @@ def _schemas(service: Service) -> dict[str, dict[str, Any]]:
     listed = object_of(id=model, object={"const": "model"}, created=COUNT, owned_by=STRING, max_model_len=COUNT)
     error = object_of(message=STRING, type=STRING, param=text_or_null, code=text_or_null)
     usage = object_of(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT)
+    timings = object_of(
+        prompt_n=COUNT, prompt_ms=NUMBER, predicted_n=COUNT, predicted_ms=NUMBER,
+        predicted_per_second=or_null(NUMBER), draft_n=COUNT, draft_n_accepted=COUNT,
+    )  # fmt: skip
     drafted = object_of(drafted_text=STRING, own_text=STRING, accepted=COUNT, drafted=COUNT, tokens=COUNT)
     schemas = {
         "Error": object_of(error=error),
+        "Model": listed,
+        "Version": object_of(version=STRING),
+        "Tokens": object_of(tokens=list_of(COUNT), count=COUNT, max_model_len=COUNT),
         "Models": object_of(object={"const": "list"}, data=list_of(listed, minItems=1, maxItems=1)),
     }
     for request in REQUESTS.values():
@@ -268,10 +324,11 @@ def _schemas(service: Service) -> dict[str, dict[str, Any]]:
         piece = object_of(ids, **shared, **request.piece_schema, finish_reason=or_null(ended))
         envelope = {"id": STRING, "created": COUNT, "model": model}
         schemas[name] = object_of(
-            of_body, **envelope, object={"const": request.whole_name}, choices=list_of(whole, minItems=1), usage=usage
-        )
+            of_body, **envelope, object={"const": request.whole_name}, choices=list_of(whole, minItems=1), usage=usage,
+            timings=timings,
+        )  # fmt: skip
         schemas[f"{name}Chunk"] = object_of(
-            of_body | {"usage": or_null(usage), "paradraft": drafted},
+            of_body | {"usage": or_null(usage), "paradraft": drafted, "timings": timings},
             **envelope, object={"const": request.piece_name}, choices=list_of(piece, maxItems=1),
         )  # fmt: skip
         schemas |= _request_schemas(request, service)
@@ -292,6 +349,8 @@ def _request_schemas(request: type[ApiRequest], service: Service) -> dict[str, d
             parameter["type"] = [parameter["type"], "null"]
         if "anyOf" in parameter and NULL not in parameter["anyOf"]:
             parameter["anyOf"] = [*parameter["anyOf"], NULL]
+    for name in IGNORED:
+        properties[name] = {"description": f"Changes no text, and is named in {IGNORED_HEADER}."}
     for name, neutral in NOT_SERVED.items():
         description = "Not served; what changes nothing is taken."
         properties.setdefault(name, {"description": description, "enum": [None, *neutral]})
@@ -306,7 +365,7 @@ def _bounds(service: Service) -> dict[str, dict[str, Any]]:
     limit = {"maximum": min(limits.max_new_tokens, room)}
     prompts = [STRING | {"minLength": 1}, list_of(token, minItems=1, maxItems=room)]
     bounds: dict[str, dict[str, Any]] = {
-        "model": {"enum": [service.model, None]},
+        "model": {"enum": [*service.names, None]},
         "n": {"maximum": limits.max_batch + limits.max_queue},
         "max_tokens": limit,
         "max_completion_tokens": limit,

@@ -12,6 +12,7 @@ from paradraft.engine.engine import Engine
 from paradraft.engine.request import MOST_LOGPROBS
 from paradraft.serve.exchange import ApiError
 from paradraft.serve.schemas import LEAST, NULL, NULLS, NUMBER, STRICT, STRING, ApiRequest, list_of, object_of, or_null
+from paradraft.text.chat_template import names
 from paradraft.text.tokenization import REPLACEMENT
 
 TEXT_PART = {
@@ -31,7 +32,7 @@ class Message(BaseModel):
     """A message of a conversation."""
 
     model_config = ConfigDict(**STRICT, json_schema_extra=NULLS)
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str | list[dict[str, Any]], WithJsonSchema({"anyOf": [STRING, list_of(TEXT_PART, minItems=1)]})]
     name: str | None = None
 
@@ -80,7 +81,10 @@ class ChatCompletionRequest(ApiRequest):
         return [[message.model_dump(exclude_none=True) for message in self.messages]]
 
     def tokens(self, prompt: Any, engine: Engine) -> list[int]:
-        """See `ApiRequest`; through the chat template."""
+        """See `ApiRequest`; through the chat template, in which developers are the system unless it names them."""
+        template = str(engine.target.tokenizer.chat_template)
+        if not names(template, "developer"):
+            prompt = [{**each, "role": "system"} if each["role"] == "developer" else each for each in prompt]
         return engine.chat_tokens(prompt, self.chat_template_kwargs)
 
     def whole(self, text: str) -> dict[str, Any]:

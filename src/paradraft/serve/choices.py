@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -29,15 +30,25 @@ SEED_BITS = 63
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """What the responses of a server share; `defaults` are sampling parameters that a request leaves out."""
+    """What the responses of a server share.
+
+    Args:
+        names: of the model in requests.
+        defaults: sampling parameters that a request leaves out.
+    """
 
     engine: Engine
     admission: Admission
     metrics: Metrics
     grammars: Grammars
-    model: str
+    names: Sequence[str]
     limits: Limits
     defaults: Mapping[str, float]
+
+    @property
+    def model(self) -> str:
+        """The model's name in answers."""
+        return self.names[0]
 
 
 @dataclass(kw_only=True)
@@ -60,10 +71,21 @@ class Choice:
     logprobs: dict[str, Any] | None = None
     characters: int = 0
     finish_reason: str | None = None
+    drafted: int = 0
+    accepted: int = 0
+    first_s: float = 0.0
+    """When the first round came, by `time.perf_counter`."""
+    last_s: float = 0.0
+    tokens_of_first: int = 0
 
     def add(self, chunk: Chunk, logprobs: Mapping[str, Any] | None) -> None:
         """Appends a round, with its `ApiRequest.logprobs_json`."""
+        self.last_s = time.perf_counter()
+        if not self.texts:
+            self.first_s, self.tokens_of_first = self.last_s, len(chunk.tokens)
         self.tokens += chunk.tokens
+        self.drafted += chunk.drafted
+        self.accepted += chunk.accepted
         self.texts.append(chunk.text)
         if chunk.finish_reason is not None:
             self.finish_reason = REASONS[chunk.finish_reason]

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 import traceback
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from functools import cache
@@ -19,19 +20,25 @@ from starlette.types import Receive, Scope, Send
 from paradraft.engine.answers import Chunk
 from paradraft.errors import one_line
 from paradraft.serve.admission import ending
+from paradraft.serve.chat import ChatCompletionRequest
 from paradraft.serve.choices import Choice, Service, choices_of, decoded, mistake
+from paradraft.serve.completions import CompletionRequest
 from paradraft.serve.exchange import DONE, ApiError, ClientGoneError, Exchange, event
 from paradraft.serve.schemas import ApiRequest, read
 
 LOG = logging.getLogger("paradraft.serve")
 
 
-class Completion(Response):
-    """Response to a completion request, which is decoded while it is sent."""
+class Endpoint(Response):
+    """Response to a JSON request that needs the engine."""
 
-    def __init__(self, service: Service, schema: type[ApiRequest]) -> None:
+    def __init__(self, service: Service) -> None:
         super().__init__()
-        self._service, self._schema = service, schema
+        self._service = service
+
+    @abstractmethod
+    async def _answer(self, body: bytes, exchange: Exchange) -> None:
+        """Sends the answer; raises ApiError."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers the request, until the client disconnects."""
@@ -53,16 +60,35 @@ class Completion(Response):
             LOG.error("%s while answering a request\n%s", type(error).__name__, frames)
             await exchange.fail(ApiError(500, "the answer has failed: the server's log says where", code="failed"))
 
+
+class Tokenization(Endpoint):
+    """Response with the token ids of a prompt: a request of either kind of completions, as vLLM's `/tokenize` has."""
+
     async def _answer(self, body: bytes, exchange: Exchange) -> None:
         service = self._service
-        request = read(body, self._schema, service.defaults)
-        if request.model not in (None, service.model):
-            message = f"model: {one_line(request.model)} is not served here, which is {service.model!a}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        schema = ChatCompletionRequest if b'"messages"' in body else CompletionRequest
+        request, prompts = checked(body, schema, service)
+        if len(prompts) > 1:
+            raise ApiError(400, f"{request.prompts_name}: {len(prompts)} prompts, send one", param=request.prompts_name)
         try:
-            prompts = request.prompts()
+            tokens = await asyncio.to_thread(request.tokens, prompts[0], service.engine)
         except ValueError as error:
             raise mistake(error, request) from None
+        most = service.engine.target.capacity
+        await exchange.reply({"tokens": tokens, "count": len(tokens), "max_model_len": most})
+
+
+class Completion(Endpoint):
+    """Response to a completion request, which is decoded while it is sent."""
+
+    def __init__(self, service: Service, schema: type[ApiRequest]) -> None:
+        super().__init__(service)
+        self._schema = schema
+
+    async def _answer(self, body: bytes, exchange: Exchange) -> None:
+        service = self._service
+        request, prompts = checked(body, self._schema, service)
+        exchange.headers = request.headers
         with service.admission.reserve(len(prompts) * request.n) as reservation:
             matcher = await self._matcher(request)
             # In a thread, because long texts take time.
@@ -74,10 +100,14 @@ class Completion(Response):
                     logprobs = self._logprobs(chunk, choice, request)
                     choice.add(chunk, logprobs)
                     if request.stream:
-                        await exchange.event(event(piece(request, envelope, choice, chunk, logprobs)))
+                        data = piece(request, envelope, choice, chunk, logprobs)
+                        if all(each.finish_reason for each in choices):
+                            data["timings"] = timings(choices, request, exchange.arrived_s)
+                        await exchange.event(event(data))
         used = usage(choices, request)
         if not request.stream:
-            await exchange.reply(whole(request, envelope, choices, used))
+            written = whole(request, envelope, choices, used)
+            await exchange.reply({**written, "timings": timings(choices, request, exchange.arrived_s)})
             return
         if request.reports_usage:
             await exchange.event(event({**envelope, "object": request.piece_name, "choices": [], "usage": used}))
@@ -110,11 +140,42 @@ class Completion(Response):
         return logprobs
 
 
+def checked(body: bytes, schema: type[ApiRequest], service: Service) -> tuple[ApiRequest, list[Any]]:
+    """A request and its prompts; raises ApiError if it is wrong, or for another model."""
+    request = read(body, schema, service.defaults)
+    if request.model is not None and request.model not in service.names:
+        message = f"model: {one_line(request.model)} is not served here, which is {service.model!a}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    try:
+        return request, request.prompts()
+    except ValueError as error:
+        raise mistake(error, request) from None
+
+
 def usage(choices: Sequence[Choice], request: ApiRequest) -> dict[str, int]:
     """Token counts; a prompt counts once, even with `n` answers."""
     prompt = sum(len(choice.prompt) for choice in choices[:: request.n])
     completion = sum(len(choice.tokens) for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def timings(choices: Sequence[Choice], request: ApiRequest, arrived_s: float) -> dict[str, Any]:
+    """Speed and acceptance of a request whose choices have ended, under llama.cpp's names.
+
+    The tokens of the first round come with the prompt's time, so the rate is that of all others; None without any.
+    """
+    first_s, last_s = min(choice.first_s for choice in choices), max(choice.last_s for choice in choices)
+    tokens = sum(len(choice.tokens) for choice in choices)
+    later = tokens - sum(choice.tokens_of_first for choice in choices)
+    return {
+        "prompt_n": usage(choices, request)["prompt_tokens"],
+        "prompt_ms": 1e3 * (first_s - arrived_s),
+        "predicted_n": tokens,
+        "predicted_ms": 1e3 * (last_s - first_s),
+        "predicted_per_second": later / (last_s - first_s) if later and last_s > first_s else None,
+        "draft_n": sum(choice.drafted for choice in choices),
+        "draft_n_accepted": sum(choice.accepted for choice in choices),
+    }
 
 
 def whole(

@@ -90,6 +90,8 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, most_bytes: int) -> None:
         self.scope, self._receive, self._send, self._most_bytes = scope, receive, send, most_bytes
         self.arrived_s = time.perf_counter()
+        self.headers: Mapping[str, str] = {}
+        """More headers of an answer that is no error."""
         self._is_read = False
         """Whether the whole request was received."""
         self.is_begun = False
@@ -161,12 +163,13 @@ class Exchange:
 
     async def reply(self, body: object) -> None:
         """Sends a JSON response."""
-        await JsonReply(body)(self.scope, self._receive, self.send)
+        await JsonReply(body, headers=self.headers)(self.scope, self._receive, self.send)
 
     async def event(self, data: bytes, *, is_last: bool = False) -> None:
         """Sends a server-sent event, after the headers if it is the first."""
         if not self.is_begun:
-            await self.send({"type": "http.response.start", "status": 200, "headers": STREAM})
+            more = [(name.lower().encode(), value.encode()) for name, value in self.headers.items()]
+            await self.send({"type": "http.response.start", "status": 200, "headers": STREAM + more})
         await self.send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     async def fail(self, error: ApiError) -> None:

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, WithJsonSchema
 from pydantic.config import JsonDict
 
 from paradraft.core import NO_LIMIT
@@ -28,13 +28,9 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "prediction": (),
     "reasoning_effort": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -42,6 +38,9 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 """OpenAI's parameters that are not served, and their neutral values, which are accepted."""
+IGNORED = ("metadata", "prediction", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
+"""Parameters that change no text: they are accepted, and the answer names them in the header `IGNORED_HEADER`."""
+IGNORED_HEADER = "X-Paradraft-Ignored"
 MOST_STOPS = 4
 MOST_WHOLE = 2**53
 """Largest range in which float64 represents every integer."""
@@ -148,11 +147,11 @@ class ApiRequest(BaseModel):
     structured_outputs: StructuredOutputs | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     speculation: Literal["off"] | int | None = None
     paradraft: bool = False
+    _ignored: Sequence[str] = PrivateAttr(default=())
 
     prompts_name: ClassVar[str]
     """Name of the prompt parameter."""
@@ -169,6 +168,11 @@ class ApiRequest(BaseModel):
     piece_schema: ClassVar[dict[str, Any]]
     logprobs_schema: ClassVar[dict[str, Any]]
     """JSON schemas of `whole` and `piece`, by field, and of `logprobs_json`."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer."""
+        return {IGNORED_HEADER: ", ".join(self._ignored)} if self._ignored else {}
 
     @property
     def reports_usage(self) -> bool:
@@ -258,6 +262,7 @@ def read(body: bytes, schema: type[RequestT], defaults: Mapping[str, float] | No
     if not isinstance(value, dict):
         raise ApiError(400, f"the body is {one_line(value)}: send a JSON object")
     parameters = without_nulls(value)
+    ignored = [name for name in IGNORED if parameters.pop(name, None) is not None]
     for name, harmless in NOT_SERVED.items():
         if name in parameters and not any(_same(parameters[name], neutral) for neutral in harmless):
             raise ApiError(400, f"{name} is not served: leave it out", param=name, code="unsupported_parameter")
@@ -271,6 +276,7 @@ def read(body: bytes, schema: type[RequestT], defaults: Mapping[str, float] | No
         request = schema.model_validate({**(defaults or {}), **parameters})
     except ValidationError as error:
         raise _complaint(error) from None
+    request._ignored = ignored
     request.check()
     return request
 

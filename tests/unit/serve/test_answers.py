@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from typing import Any
 
+import httpx2
 import pytest
 from openai import OpenAI
 
@@ -251,3 +254,78 @@ def test_token_ids(engine: Engine, running: Serving, client: OpenAI) -> None:
     assert [entry["token"] for entry in told["choices"][0]["logprobs"]["content"]] == [
         f"token_id:{token}" for token in told["choices"][0]["token_ids"]
     ]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_timings(running: Serving, n: int) -> None:
+    """Guards the speed and the acceptance that clients show: once for an answer, over all of its choices."""
+    asked = {"prompt": "hello", "max_tokens": 12, "temperature": 0, "n": n, "logit_bias": {"0": -100}}
+    whole = running.post("/v1/completions", asked).json()
+    assert whole["timings"].keys() == {
+        "prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second", "draft_n", "draft_n_accepted",
+    }  # fmt: skip
+    reply = running.post("/v1/completions", asked | {"stream": True, "paradraft": True}).text
+    events = [json.loads(line.removeprefix("data: ")) for line in reply.split("\n\n") if line.startswith("data: {")]
+    (timings,) = [each["timings"] for each in events if "timings" in each]
+    assert "timings" in events[-1]
+    for found in (whole["timings"], timings):
+        assert (found["prompt_n"], found["predicted_n"]) == (whole["usage"]["prompt_tokens"], 12 * n)
+        assert found["prompt_ms"] > 0.0 and found["predicted_ms"] > 0.0
+        assert found["draft_n"] == sum(each["paradraft"]["drafted"] for each in events)
+        assert found["draft_n_accepted"] == sum(each["paradraft"]["accepted"] for each in events) > 0
+        assert 0.0 < found["predicted_per_second"] < 12 * n / found["predicted_ms"] * 1e3
+
+
+def test_one_round_has_no_rate(running: Serving) -> None:
+    """Guards a division by nothing: the tokens of the first round come with the prompt's time."""
+    found = running.post("/v1/completions", {"prompt": "hello", "max_tokens": 1}).json()["timings"]
+    assert found["predicted_per_second"] is None and found["predicted_n"] == 1
+
+
+def test_developers_are_the_system(engine: Engine, running: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards OpenAI's newer name of the role, also where a template knows it itself."""
+
+    def answer(role: str) -> str:
+        messages = [{"role": role, "content": "be"}, {"role": "user", "content": "hello"}]
+        asked = {"messages": messages, "max_tokens": 12, "temperature": 0}
+        text = running.post("/v1/chat/completions", asked).json()["choices"][0]["message"]["content"]
+        return f"{text} after {running.post('/tokenize', {'messages': messages}).json()['tokens']}"
+
+    assert answer("developer") == answer("system")
+    template = engine.target.tokenizer.chat_template
+    knows = "{% for message in messages %}{% if message.role == 'developer' %}dev{% endif %}{% endfor %}" + template
+    monkeypatch.setattr(engine.target.tokenizer, "chat_template", knows)
+    assert answer("developer") != answer("system")
+
+
+def test_tokens_of_a_prompt(engine: Engine, running: Serving) -> None:
+    """Guards clients that count before they ask: the tokens are those that completions read."""
+    for body, tokens in (
+        ({"prompt": "hello"}, engine.prompt_tokens("hello")),
+        ({"prompt": [5, 6]}, [5, 6]),
+        ({"messages": [{"role": "user", "content": "hello"}]}, None),
+    ):
+        found = running.post("/tokenize", body).json()
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        used = running.post(path, body | {"max_tokens": 1}).json()["usage"]["prompt_tokens"]
+        assert found["count"] == len(found["tokens"]) == used and found["max_model_len"] == engine.target.capacity
+        assert tokens is None or found["tokens"] == tokens
+    for body, status in (
+        ({"prompt": ["a", "b"]}, 400), ({}, 400), ({"prompt": "a", "model": "other"}, 404), ({"messages": []}, 400),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, 400),
+    ):  # fmt: skip
+        assert running.post("/tokenize", body).status_code == status
+
+
+def test_names_of_the_model(engine: Engine) -> None:
+    """Guards clients that name a file by its path, or ask for one model, and the version for bug reports."""
+    with serving(engine, key="secret", names=("tiny", "models/tiny.gguf")) as running:
+        headers = {"Authorization": "Bearer secret"}
+        for name, status in (("tiny", 200), ("models/tiny.gguf", 200), ("gpt-4", 404)):
+            found = httpx2.get(f"{running.url}/v1/models/{name}", headers=headers)
+            assert found.status_code == status and (status == 404 or found.json()["id"] == "tiny")
+            asked = running.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "model": name}, **headers)
+            assert asked.status_code == status and (status == 404 or asked.json()["model"] == "tiny")
+        assert running.post("/tokenize", {"prompt": "a"}).status_code == 401
+        assert httpx2.get(f"{running.url}/v1/models/tiny").status_code == 401
+        assert httpx2.get(f"{running.url}/version").json() == {"version": version("paradraft")}

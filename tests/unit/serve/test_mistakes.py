@@ -144,7 +144,11 @@ def test_what_changes_nothing_is_taken(running: Serving) -> None:
     """Guards clients that send defaults, or null for what they do not say."""
     harmless = {name: values[0] for name, values in NOT_SERVED.items() if values}
     body = {"prompt": "a", "max_tokens": 2, "user": "me", "seed": None, "stop": None, "stream_options": None}
-    assert running.post(TEXT, body | harmless).status_code == 200
+    found = running.post(TEXT, body | harmless | {"metadata": {"a": "b"}, "store": True})
+    assert found.status_code == 200 and found.headers["X-Paradraft-Ignored"] == "metadata, store, user"
+    stream = running.post(TEXT, body | {"stream": True})
+    assert stream.headers["X-Paradraft-Ignored"] == "user"
+    assert "X-Paradraft-Ignored" not in running.post(TEXT, {"prompt": "a", "max_tokens": 2} | harmless).headers
     history = [*USER, {"role": "assistant", "content": "b", "refusal": None, "tool_calls": None}, *USER]
     assert running.post(CHAT, {"messages": history, "max_tokens": 2} | harmless).status_code == 200
 

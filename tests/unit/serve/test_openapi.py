@@ -26,7 +26,7 @@ from paradraft.serve.app import new_app
 from paradraft.serve.chat import ChatCompletionRequest
 from paradraft.serve.completions import CompletionRequest
 from paradraft.serve.limits import Limits
-from paradraft.serve.schemas import NOT_SERVED
+from paradraft.serve.schemas import IGNORED, NOT_SERVED
 from tests.support.serving import MODEL, Serving, serving, until
 from tests.unit.serve.test_limits import Gate
 from tests.unit.serve.test_mistakes import CHAT, TEXT, USER, anything
@@ -103,12 +103,12 @@ class Conformance:
 def test_it_describes_what_there_is(json_engine: Engine, fuzzed: Serving, written: dict[str, Any]) -> None:
     """Guards addresses, parameters and limits against a document that was forgotten."""
     schemathesis.openapi.from_dict(written).validate()
-    app, _ = new_app(json_engine, model=MODEL, limits=Limits(), key=None)
-    routes = {route.path: {*route.methods} - {"HEAD"} for route in app.routes if isinstance(route, Route)}
+    app, _ = new_app(json_engine, names=[MODEL], limits=Limits(), key=None)
+    routes = {route.path_format: {*route.methods} - {"HEAD"} for route in app.routes if isinstance(route, Route)}
     assert {path: {method.upper() for method in told} for path, told in written["paths"].items()} == routes
     for schema in (CompletionRequest, ChatCompletionRequest):
         told = written["components"]["schemas"][schema.__name__]["properties"]
-        assert {*told} == {*schema.model_fields, *NOT_SERVED}
+        assert {*told} == {*schema.model_fields, *IGNORED, *NOT_SERVED}
         assert not [name for name, given in told.items() if given in ({}, {"type": "object"})]
     assert "http" not in json.dumps(written).replace('"http"', ""), "it names addresses elsewhere"
     assert "securitySchemes" not in written["components"]

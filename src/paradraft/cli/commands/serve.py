@@ -51,7 +51,9 @@ class ServeArgs(EngineArgs):
     api_key_env: Annotated[
         str | None, option("Variable of the environment that has the key which requests must send.")
     ] = None
-    served_model_name: Annotated[str | None, option("How requests name the model; by default as --target does.")] = None
+    served_model_name: Annotated[
+        str | None, option("How requests name the model; by default its file's name, or as --target does.")
+    ] = None
     generation_config: GenerationConfig = "auto"
     kept_rows: Annotated[int, option("Finished requests whose KV cache is kept for prefix reuse.", least=0)] = 0
     threads: options.Threads = None
@@ -102,8 +104,7 @@ def serve(context: typer.Context, *, args: ServeArgs) -> None:
         warn_ignored(context, *of_drafting(engine.speculation, args.placement, has_grammars=args.has_grammars))
         with engine:
             warm_up(engine, args.limits.max_batch)
-            model = args.served_model_name or args.target
-            app, admission = new_app(engine, model=model, limits=args.limits, key=key, defaults=defaults)
+            app, admission = new_app(engine, names=names_of(args), limits=args.limits, key=key, defaults=defaults)
             listen(listening)
             if defaults:
                 listed = ", ".join(f"{name}={value:g}" for name, value in defaults.items())
@@ -111,6 +112,14 @@ def serve(context: typer.Context, *, args: ServeArgs) -> None:
             _say(f"serving {args.target} at {url_of(listening)}; Ctrl-C ends it")
             Server(app, admission).run(sockets=[listening])
             tell_advice(engine)
+
+
+def names_of(args: ServeArgs) -> list[str]:
+    """The model's names in requests: the one that was given; else that of its file, and its path."""
+    if args.served_model_name is not None:
+        return [args.served_model_name]
+    path = Path(args.target)
+    return [path.resolve().name.removesuffix(".gguf"), args.target] if path.exists() else [args.target]
 
 
 def _say(text: str) -> None:
