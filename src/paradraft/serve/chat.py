@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from transformers import PreTrainedTokenizerBase
 
 from paradraft.decode.logprobs import TokenLogprobs
 from paradraft.engine.engine import Engine
 from paradraft.engine.request import MOST_LOGPROBS
+from paradraft.errors import one_line
 from paradraft.serve.exchange import ApiError
-from paradraft.serve.schemas import LEAST, NULL, NULLS, NUMBER, STRICT, STRING, ApiRequest, list_of, object_of, or_null
-from paradraft.text.chat_template import names
+from paradraft.serve.grammar import CallGrammar
+from paradraft.serve.json_schema import COUNT, NULL, NULLS, NUMBER, STRING, list_of, object_of, or_null
+from paradraft.serve.schemas import LEAST, STRICT, ApiRequest
+from paradraft.serve.tools import BEGIN, END, NamedTool, Tool, ToolCall, call_grammar
+from paradraft.text.chat_template import ask_tokens, names, template_of
 from paradraft.text.tokenization import REPLACEMENT
 
 TEXT_PART = {
@@ -26,15 +32,41 @@ TOKEN = {
     "bytes": or_null(list_of({"type": "integer", "minimum": 0, "maximum": 255})),
 }
 ASSISTANT = {"const": "assistant"}
+CALL_FIELDS = {
+    "id": STRING, "type": {"const": "function"}, "function": object_of(name=STRING, arguments=STRING)
+}  # fmt: skip
+CALL, CALL_PIECE = object_of(**CALL_FIELDS), object_of(index=COUNT, **CALL_FIELDS)
 
 
 class Message(BaseModel):
     """A message of a conversation."""
 
-    model_config = ConfigDict(**STRICT, json_schema_extra=NULLS)
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | list[dict[str, Any]], WithJsonSchema({"anyOf": [STRING, list_of(TEXT_PART, minItems=1)]})]
+    model_config = ConfigDict(
+        **STRICT, json_schema_extra=NULLS | {"anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}]}
+    )
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        str | list[dict[str, Any]] | None, WithJsonSchema({"anyOf": [STRING, list_of(TEXT_PART, minItems=1)]})
+    ] = None
     name: str | None = None
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_call_id: str | None = None
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it: with the arguments of calls as objects."""
+        written = self.model_dump(exclude_none=True, exclude_unset=True)
+        for call in written.get("tool_calls", ()):
+            try:
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+            except (ValueError, RecursionError):
+                continue  # the template writes the text as it is
+        return written
+
+
+def has_tools(template: str) -> bool:
+    """Whether a chat template offers functions, and its model calls them in a way that we read."""
+    return names(template, "tools") and BEGIN in template
 
 
 class ChatCompletionRequest(ApiRequest):
@@ -45,14 +77,21 @@ class ChatCompletionRequest(ApiRequest):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=MOST_LOGPROBS)
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
 
     prompts_name: ClassVar = "messages"
     id_prefix: ClassVar = "chatcmpl-"
     whole_name: ClassVar = "chat.completion"
     piece_name: ClassVar = "chat.completion.chunk"
     has_one_prompt: ClassVar = True
-    whole_schema: ClassVar = {"message": object_of(role=ASSISTANT, content=STRING, refusal=NULL)}
-    piece_schema: ClassVar = {"delta": object_of({"role": ASSISTANT}, content=STRING)}
+    whole_schema: ClassVar = {
+        "message": object_of({"tool_calls": list_of(CALL)}, role=ASSISTANT, content=or_null(STRING), refusal=NULL)
+    }
+    piece_schema: ClassVar = {
+        "delta": object_of({"role": ASSISTANT, "tool_calls": list_of(CALL_PIECE)}, content=STRING)
+    }
     logprobs_schema: ClassVar = object_of(
         content=list_of(object_of(**TOKEN, top_logprobs=list_of(object_of(**TOKEN)))), refusal=NULL
     )
@@ -73,19 +112,56 @@ class ChatCompletionRequest(ApiRequest):
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs is for logprobs: set logprobs too", param="top_logprobs")
         if self.max_completion_tokens is not None and self.max_tokens is not None:
-            message = "max_tokens is the old name of max_completion_tokens: give one of them"
-            raise ApiError(400, message, param="max_tokens")
+            problem = "max_tokens is the old name of max_completion_tokens: give one of them"
+            raise ApiError(400, problem, param="max_tokens")
+        for number, message in enumerate(self.messages):
+            where = f"messages[{number}]"
+            if message.tool_calls and message.role != "assistant":
+                raise ApiError(400, f"{where}.tool_calls: only the assistant calls", param=f"{where}.tool_calls")
+            if message.content is None and not message.tool_calls:
+                raise ApiError(400, f"{where}.content: it is missing", param=f"{where}.content")
+        known = [tool.function.name for tool in self.tools]
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in known:
+            problem = f"tool_choice: {one_line(self.tool_choice.function.name)} is none of the tools"
+            raise ApiError(400, problem, param="tool_choice")
+        if self.tool_choice == "required" and not self.tools:
+            raise ApiError(400, "tool_choice: there are no tools", param="tool_choice")
+        if self.function_names and self.response_format is not None:
+            raise ApiError(400, "response_format: beside tools it is not served", param="response_format")
 
     def prompts(self) -> list[Any]:
         """See `ApiRequest`; one conversation."""
-        return [[message.model_dump(exclude_none=True) for message in self.messages]]
+        return [[message.for_template for message in self.messages]]
 
     def tokens(self, prompt: Any, engine: Engine) -> list[int]:
         """See `ApiRequest`; through the chat template, in which developers are the system unless it names them."""
         template = str(engine.target.tokenizer.chat_template)
         if not names(template, "developer"):
             prompt = [{**each, "role": "system"} if each["role"] == "developer" else each for each in prompt]
-        return engine.chat_tokens(prompt, self.chat_template_kwargs)
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools] if self.function_names else []
+        if tools and not has_tools(template):
+            raise ApiError(400, f"tools: the model's chat template has none in {BEGIN}", param="tools")
+        return ask_tokens(prompt, template_of(engine.target.tokenizer, self.chat_template_kwargs, tools))
+
+    @property
+    def function_names(self) -> list[str]:
+        """See `ApiRequest`."""
+        return [] if self.tool_choice == "none" else [tool.function.name for tool in self.tools]
+
+    @property
+    def stops(self) -> str | list[str]:
+        """See `ApiRequest`; the end of the first call if there may be only one."""
+        if not self.function_names or self.parallel_tool_calls:
+            return self.stop
+        return [*([self.stop] if isinstance(self.stop, str) else self.stop), END]
+
+    def constraint(self, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | CallGrammar | None:
+        """See `ApiRequest`; a call if the request demands one."""
+        if not self.function_names or self.tool_choice == "auto":
+            return super().constraint(tokenizer)
+        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        functions = [tool.function for tool in self.tools if wanted in (None, tool.function.name)]
+        return call_grammar(functions, tokenizer)
 
     def whole(self, text: str) -> dict[str, Any]:
         """See `ApiRequest`."""

@@ -22,6 +22,7 @@ from paradraft.serve.grammar import Grammar, Grammars
 from paradraft.serve.limits import Limits
 from paradraft.serve.metrics import AnswerMetrics, Metrics
 from paradraft.serve.schemas import ApiRequest
+from paradraft.serve.tools import CallReader
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 """OpenAI's finish reasons."""
@@ -71,6 +72,11 @@ class Choice:
     logprobs: dict[str, Any] | None = None
     characters: int = 0
     finish_reason: str | None = None
+    reader: CallReader | None = None
+    """Separates calls of functions from the text."""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    new_calls: list[dict[str, Any]] = field(default_factory=list)
+    """Calls that the last round has completed."""
     drafted: int = 0
     accepted: int = 0
     first_s: float = 0.0
@@ -86,9 +92,15 @@ class Choice:
         self.tokens += chunk.tokens
         self.drafted += chunk.drafted
         self.accepted += chunk.accepted
-        self.texts.append(chunk.text)
+        is_last, text = chunk.finish_reason is not None, chunk.text
+        if self.reader is not None:
+            text, self.new_calls = self.reader.read(text, is_last=is_last)
+            self.calls += self.new_calls
+        self.texts.append(text)
         if chunk.finish_reason is not None:
             self.finish_reason = REASONS[chunk.finish_reason]
+            if self.calls and self.finish_reason == "stop":
+                self.finish_reason = "tool_calls"
         if logprobs is not None:
             before = self.logprobs or {}
             self.logprobs = {
@@ -119,11 +131,12 @@ def choices_of(
                     tokens,
                     max_new_tokens=limit,
                     sampling=_sampling(request, index, grammar),
-                    stop=request.stop,
+                    stop=request.stops,
                     k=k,
                     logprobs=request.most_logprobs,
                 )
-                choices.append(Choice(index=len(choices), prompt=tokens, chunks=chunks, grammar=grammar))
+                reader = CallReader(request.function_names) if request.function_names else None
+                choices.append(Choice(index=len(choices), prompt=tokens, chunks=chunks, grammar=grammar, reader=reader))
     except ValueError as error:
         raise mistake(error, request) from None
     return choices

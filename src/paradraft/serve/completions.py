@@ -11,7 +11,8 @@ from pydantic import Field
 from paradraft.decode.logprobs import TokenLogprobs
 from paradraft.engine.engine import Engine
 from paradraft.engine.request import MOST_LOGPROBS, rows_of
-from paradraft.serve.schemas import COUNT, LEAST, NUMBER, STRING, ApiRequest, list_of, object_of
+from paradraft.serve.json_schema import COUNT, NUMBER, STRING, list_of, object_of
+from paradraft.serve.schemas import LEAST, ApiRequest
 
 
 class CompletionRequest(ApiRequest):

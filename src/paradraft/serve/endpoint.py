@@ -29,7 +29,7 @@ from paradraft.serve.schemas import ApiRequest, read
 LOG = logging.getLogger("paradraft.serve")
 
 
-class Endpoint(Response):
+class EngineReply(Response):
     """Response to a JSON request that needs the engine."""
 
     def __init__(self, service: Service) -> None:
@@ -61,7 +61,7 @@ class Endpoint(Response):
             await exchange.fail(ApiError(500, "the answer has failed: the server's log says where", code="failed"))
 
 
-class Tokenization(Endpoint):
+class TokenizeReply(EngineReply):
     """Response with the token ids of a prompt: a request of either kind of completions, as vLLM's `/tokenize` has."""
 
     async def _answer(self, body: bytes, exchange: Exchange) -> None:
@@ -78,7 +78,7 @@ class Tokenization(Endpoint):
         await exchange.reply({"tokens": tokens, "count": len(tokens), "max_model_len": most})
 
 
-class Completion(Endpoint):
+class Completion(EngineReply):
     """Response to a completion request, which is decoded while it is sent."""
 
     def __init__(self, service: Service, schema: type[ApiRequest]) -> None:
@@ -114,14 +114,14 @@ class Completion(Endpoint):
         await exchange.event(DONE, is_last=True)
 
     async def _matcher(self, request: ApiRequest) -> LLMatcher | None:
-        """Compiled `response_format`; None for any text."""
-        schema = None if request.response_format is None else request.response_format.schema_of_answers
-        if schema is None:
+        """The compiled constraint on answers; None for any text."""
+        if (constraint := request.constraint(self._service.engine.target.tokenizer)) is None:
             return None
         try:
-            return await self._service.grammars.read(schema, is_compact=request.is_compact)
+            return await self._service.grammars.read(constraint, is_compact=request.is_compact)
         except ValueError as error:
-            raise ApiError(400, f"response_format: {error}", param="response_format") from None
+            name = "tools" if request.function_names else "response_format"
+            raise ApiError(400, f"{name}: {error}", param=name) from None
 
     def _logprobs(self, chunk: Chunk, choice: Choice, request: ApiRequest) -> dict[str, Any] | None:
         """Log probabilities of a round that is no part of `choice` yet; None if they are not requested."""
@@ -191,6 +191,9 @@ def whole(
         }
         for choice in choices
     ]
+    for choice, each in zip(choices, written, strict=True):
+        if choice.calls:
+            each["message"] |= {"content": each["message"]["content"] or None, "tool_calls": choice.calls}
     body = {**envelope, "object": request.whole_name, "choices": written, "usage": used}
     if request.return_token_ids:
         for choice, each in zip(choices, written, strict=True):
@@ -205,10 +208,15 @@ def piece(
     is_first = len(choice.texts) == 1
     written = {
         "index": choice.index,
-        **request.piece(chunk.text, is_first=is_first),
+        **request.piece(choice.texts[-1], is_first=is_first),
         "logprobs": logprobs,
         "finish_reason": choice.finish_reason,
     }
+    if choice.new_calls:
+        first = len(choice.calls) - len(choice.new_calls)
+        written["delta"]["tool_calls"] = [
+            {"index": at, **call} for at, call in enumerate(choice.new_calls, start=first)
+        ]
     data = {**envelope, "object": request.piece_name, "choices": [written]}
     if request.return_token_ids:
         _add_ids(request, data, written, chunk.tokens, choice.prompt if is_first else None)

@@ -14,8 +14,9 @@ import json
 import math
 import textwrap
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,15 @@ MOST_REASON = 200
 KEPT_TEXTS = 64
 """Masks cached per answer: enough for the texts of a round of drafting and verification."""
 Forbidden = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallGrammar:
+    """What an answer must be: text, JSON of a schema, text; texts that are a single token are ids."""
+
+    begin: Sequence[str | int]
+    schema: Mapping[str, Any]
+    end: Sequence[str | int]
 
 
 class Grammar:
@@ -150,7 +160,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._refusal: str | None = None
 
-    async def read(self, schema: Mapping[str, Any], *, is_compact: bool) -> LLMatcher:
+    async def read(self, schema: Mapping[str, Any] | CallGrammar, *, is_compact: bool) -> LLMatcher:
         """`matcher` for an event loop, with its errors."""
         compile_schema = partial(self.matcher, schema, is_compact=is_compact)
         return await asyncio.get_running_loop().run_in_executor(self._thread, compile_schema)
@@ -163,11 +173,11 @@ class Grammars:
         tokenizer = self._tokenizer if is_compact else None
         return Grammar(matcher, prompt=prompt, eos_ids=self._target.eos_ids, tokenizer=tokenizer)
 
-    def matcher(self, schema: Mapping[str, Any], *, is_compact: bool = False) -> LLMatcher:
+    def matcher(self, schema: Mapping[str, Any] | CallGrammar, *, is_compact: bool = False) -> LLMatcher:
         """Compiles a schema for `Grammar`.
 
         Args:
-            schema: a JSON schema.
+            schema: a JSON schema, maybe with texts around it.
             is_compact: whether JSON has no whitespace between its parts; else it has as much as `SPACE` allows.
 
         Raises:
@@ -175,18 +185,23 @@ class Grammars:
                 tokenizer cannot be used.
         """
         # That key has llguidance's own options, which may allow answers that are no JSON of the schema.
-        plain = {key: value for key, value in schema.items() if key != "x-guidance"}
+        call = schema if isinstance(schema, CallGrammar) else None
+        given = schema.schema if isinstance(schema, CallGrammar) else schema
+        plain = {key: value for key, value in given.items() if key != "x-guidance"}
+        options: Any = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": SPACE}
         try:
-            text = json.dumps(plain, separators=(",", ":"))
+            text = json.dumps(plain if call is None else {"x-guidance": options, **plain}, separators=(",", ":"))
         except RecursionError:
             raise ValueError("the schema is nested too deeply") from None
         if len(text) > MOST_SCHEMA_BYTES:
             raise ValueError(f"the schema has {len(text)} bytes, use at most {MOST_SCHEMA_BYTES}")
         tokenizer = self._cached_tokenizer()
         try:
-            grammar = LLMatcher.grammar_from_json_schema(
-                text, overrides={"whitespace_flexible": False} if is_compact else {"whitespace_pattern": SPACE}
-            )
+            if call is None:
+                grammar = LLMatcher.grammar_from_json_schema(text, overrides=options)
+            else:
+                begin, end = (" ".join(map(_as_lark, parts)) for parts in (call.begin, call.end))
+                grammar = LLMatcher.grammar_from_lark(f"start: {begin} json {end}\njson: %json {text}")
             matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
             trial = Grammar(matcher, prompt=0, eos_ids=self._target.eos_ids)
             trial.forbidden([], self._target.vocab_size)
@@ -208,6 +223,11 @@ class Grammars:
         if self._tokenizer is None:
             raise ValueError(f"this model's tokenizer cannot be used for it: {self._refusal}")
         return self._tokenizer
+
+
+def _as_lark(part: str | int) -> str:
+    """A text or a token in llguidance's form of Lark."""
+    return f"<[{part}]>" if isinstance(part, int) else json.dumps(part)
 
 
 def unpacked(packed: bytes, vocab_size: int) -> NDArray[np.bool_]:

@@ -10,7 +10,7 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, WithJsonSchema
 from pydantic.config import JsonDict
@@ -21,6 +21,12 @@ from paradraft.engine.engine import Engine
 from paradraft.errors import one_line
 from paradraft.sampling_params import MOST_BIAS
 from paradraft.serve.exchange import ApiError
+from paradraft.serve.json_schema import NULLS, NUMBER, list_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from paradraft.serve.grammar import CallGrammar
 
 NOT_SERVED: dict[str, tuple[object, ...]] = {
     "audio": (),
@@ -37,7 +43,8 @@ NOT_SERVED: dict[str, tuple[object, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""OpenAI's parameters that are not served, and their neutral values, which are accepted."""
+"""OpenAI's parameters that are not served, by one kind of request or by both, and their neutral values, which are
+accepted."""
 IGNORED = ("metadata", "prediction", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 """Parameters that change no text: they are accepted, and the answer names them in the header `IGNORED_HEADER`."""
 IGNORED_HEADER = "X-Paradraft-Ignored"
@@ -51,30 +58,8 @@ TOKEN_ID = "0|[1-9][0-9]{0,9}"
 LEAST = -9999.0
 """Log probability of 0, because JSON has no infinity."""
 STRICT = ConfigDict(extra="forbid", strict=True)
-NULL: JsonDict = {"type": "null"}
-NULLS: JsonDict = {"additionalProperties": NULL}
-"""For objects whose unknown keys may be null."""
-STRING: JsonDict = {"type": "string"}
-NUMBER: JsonDict = {"type": "number"}
-COUNT: JsonDict = {"type": "integer", "minimum": 0}
 STOP = {"type": "string", "pattern": "^[^\ufffd]+$"}
 BIAS: JsonDict = {"minimum": -MOST_BIAS, "maximum": MOST_BIAS}
-
-
-def list_of(items: Mapping[str, Any], **more: object) -> dict[str, Any]:
-    """JSON schema of an array."""
-    return {"type": "array", "items": items, **more}
-
-
-def object_of(optional: Mapping[str, Any] | None = None, /, **required: Any) -> dict[str, Any]:
-    """JSON schema of an object with these properties and no others."""
-    properties = {**required, **(optional or {})}
-    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
-
-
-def or_null(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON schema of a value that may be null."""
-    return {"anyOf": [schema, NULL]}
 
 
 class StreamOptions(BaseModel):
@@ -168,6 +153,20 @@ class ApiRequest(BaseModel):
     piece_schema: ClassVar[dict[str, Any]]
     logprobs_schema: ClassVar[dict[str, Any]]
     """JSON schemas of `whole` and `piece`, by field, and of `logprobs_json`."""
+
+    @property
+    def function_names(self) -> list[str]:
+        """Names of functions that answers may call."""
+        return []
+
+    @property
+    def stops(self) -> str | list[str]:
+        """Stop strings."""
+        return self.stop
+
+    def constraint(self, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | CallGrammar | None:
+        """What all answers must be: JSON of a schema, or a call of a function; None for any text."""
+        return None if self.response_format is None else self.response_format.schema_of_answers
 
     @property
     def headers(self) -> dict[str, str]:
@@ -264,6 +263,8 @@ def read(body: bytes, schema: type[RequestT], defaults: Mapping[str, float] | No
     parameters = without_nulls(value)
     ignored = [name for name in IGNORED if parameters.pop(name, None) is not None]
     for name, harmless in NOT_SERVED.items():
+        if name in schema.model_fields:
+            continue
         if name in parameters and not any(_same(parameters[name], neutral) for neutral in harmless):
             raise ApiError(400, f"{name} is not served: leave it out", param=name, code="unsupported_parameter")
         parameters.pop(name, None)
@@ -309,10 +310,11 @@ def _complaint(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     kind, path = first["type"], list(first["loc"])
     # For a union type, the path would name the alternative that pydantic tried.
-    if path and isinstance(path[0], str) and path[0] in ("stop", "speculation"):
+    if path and isinstance(path[0], str) and path[0] in ("stop", "speculation", "tool_choice"):
         allowed = {
             "stop": f"use a string, or a list of up to {MOST_STOPS}",
             "speculation": 'use "off", or how many tokens to draft per round',
+            "tool_choice": 'use "none", "auto", "required", or {"type": "function", "function": {"name": …}}',
         }
         return ApiError(400, f"{path[0]}: {allowed[path[0]]}", param=path[0])
     param = _param(path)

@@ -92,11 +92,13 @@ def text_message(message: Mapping[str, Any], number: int) -> Message:
     if not isinstance(message.get("role"), str):
         raise ValueError(f"message {number} has no role")
     content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        content = ""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not parts or not all(map(_is_text, parts)):
         raise ValueError(
-            f"message {number} has the content {reprlib.repr(content)}: give a text, or parts of type text; images and "
-            "tool calls are not read"
+            f"message {number} has the content {reprlib.repr(content)}: give a text, or parts of type text; images are "
+            "not read"
         )
     text = "\n".join(part["text"] for part in parts)  # as servers join them for a template that takes a text
     try:
@@ -127,14 +129,19 @@ def check_questions(messages: object) -> list[Message]:
     return checked
 
 
-def template_of(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
+def template_of(
+    tokenizer: PreTrainedTokenizerBase,
+    variables: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> ChatTemplate:
     """The chat template of a model's tokenizer; raises ValueError if there is none, or it lacks a variable."""
     if not tokenizer.chat_template:
         raise ValueError("the model has no chat template, so it cannot be asked conversations: ask a text")
     if not isinstance(tokenizer.chat_template, str | dict):
         raise ValueError(f"the model's chat template is {reprlib.repr(tokenizer.chat_template)}, and no text")
     check_variables(variables or {}, tokenizer)
-    return ChatTemplate(tokenizer=tokenizer, variables=variables or {})
+    with_tools = {"tools": list(tools)} if tools else {}
+    return ChatTemplate(tokenizer=tokenizer, variables={**(variables or {}), **with_tools})
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:

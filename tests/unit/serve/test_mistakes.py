@@ -20,6 +20,10 @@ from tests.unit.serve.test_limits import error_of
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "a"}]
+TOOL = {"type": "function", "function": {"name": "look"}}
+WRONG = {"type": "function", "function": {"name": "a b"}}
+OTHER = {"type": "function", "function": {"name": "other"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
 
 def parts(**message: object) -> dict[str, Any]:
@@ -94,7 +98,18 @@ def parts(**message: object) -> dict[str, Any]:
         (CHAT, {"messages": USER, "logprobs": 1}, "logprobs"),
         (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs"),
-        (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools"),
+        (TEXT, {"prompt": "a", "tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools[0].function"),
+        (
+            CHAT,
+            {"messages": USER, "tools": [WRONG]},
+            "tools[0].function.name",
+        ),
+        (CHAT, {"messages": USER, "tools": [TOOL]}, "tools"),
+        (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": "some"}, "tool_choice"),
+        (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": OTHER}, "tool_choice"),
+        (CHAT, {"messages": USER, "tools": [TOOL], "response_format": {"type": "text"}}, "response_format"),
         (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {"messages": USER, "max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
         (CHAT, {"messages": USER, "max_completion_tokens": 101}, "max_completion_tokens"),
@@ -103,11 +118,12 @@ def parts(**message: object) -> dict[str, Any]:
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": "a"}, "messages"),
         (CHAT, {"messages": ["a"]}, "messages[0]"),
-        (CHAT, parts(role="tool", content="a"), "messages[0].role"),
+        (CHAT, parts(role="robot", content="a"), "messages[0].role"),
         (CHAT, parts(role="user"), "messages[0].content"),
         (CHAT, parts(role="user", content=[{"type": "image_url", "image_url": "x"}]), "messages"),
         (CHAT, parts(role="user", content="\ud800"), "messages"),
-        (CHAT, parts(role="user", content="a", tool_calls=[]), "messages[0].tool_calls"),
+        (CHAT, parts(role="user", content="a", tool_calls=[CALL]), "messages[0].tool_calls"),
+        (CHAT, parts(role="assistant", content="a", tool_calls=[{}]), "messages[0].tool_calls[0].id"),
         (CHAT, {"messages": [*USER, {"role": "assistant", "content": "a"}]}, "messages"),
     ],
 )

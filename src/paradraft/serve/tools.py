@@ -1,0 +1,176 @@
+"""Tools: functions that a model may ask a client to call, in the format of Hermes and Qwen.
+
+The chat template lists the functions. The model writes each call as `<tool_call>`, JSON with a name and arguments, and
+`</tool_call>`; before it there may be text. `tool_choice` "required", or one function, makes the answer a single call,
+by a grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+from transformers import PreTrainedTokenizerBase
+
+from paradraft.serve.grammar import CallGrammar
+from paradraft.serve.schemas import STRICT
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+HELD = re.compile(rf"\s*(?:{'|'.join(re.escape(BEGIN[:length]) for length in range(len(BEGIN), 0, -1))})?$")
+"""The end of a text that may belong to the beginning of a call."""
+OPENINGS = ("```json", "{")
+BLOCK = re.compile(r"```json\s*(.*?)\s*```\s*", re.DOTALL)
+NAME = "^[a-zA-Z0-9_.-]{1,64}$"
+
+
+class Function(BaseModel):
+    """A function; `parameters` is the JSON schema of its arguments."""
+
+    model_config = STRICT
+    name: str = Field(pattern=NAME)
+    description: str | None = None
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A tool that a model may use."""
+
+    model_config = STRICT
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(BaseModel):
+    """Names a function."""
+
+    model_config = STRICT
+    name: str
+
+
+class NamedTool(BaseModel):
+    """Chooses a function."""
+
+    model_config = STRICT
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(BaseModel):
+    """A call's function, and its arguments in JSON."""
+
+    model_config = STRICT
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call in a message of the assistant."""
+
+    model_config = STRICT
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+def call_grammar(functions: Sequence[Function], tokenizer: PreTrainedTokenizerBase) -> CallGrammar:
+    """The grammar of a call of one of some functions."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": function.name}, "arguments": function.parameters or {"type": "object"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for function in functions
+    ]
+    begin, end = (tokenizer.get_added_vocab().get(tag, tag) for tag in (BEGIN, END))
+    return CallGrammar(begin=[begin, "\n"], schema={"anyOf": calls} if len(calls) > 1 else calls[0], end=["\n", end])
+
+
+class CallReader:
+    """Separates the text and the calls of an answer that comes in pieces.
+
+    Small models leave out the tags: an answer that is nothing but JSON, maybe in a code block, with the name of one of
+    the `functions` is a call too. So an answer that begins like one comes as a whole.
+    """
+
+    def __init__(self, functions: Iterable[str] = ()) -> None:
+        self._functions = frozenset(functions)
+        self._may_be_bare = bool(self._functions)
+        self._rest = ""
+        self._is_after_call = False
+        """Whether no text has followed the last call, but perhaps whitespace, which is left out."""
+        self.count = 0
+        """Calls so far."""
+
+    def read(self, text: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
+        """The text and the calls that a piece completes.
+
+        >>> reader = CallReader()
+        >>> reader.read("Sure. <tool", is_last=False)
+        ('Sure.', [])
+        >>> reader.read("s>", is_last=True)
+        (' <tools>', [])
+        """
+        self._rest += text
+        if self._may_be_bare:
+            answer = self._rest.lstrip()
+            self._may_be_bare = any(each.startswith(answer) or answer.startswith(each) for each in OPENINGS)
+            if self._may_be_bare and not is_last:
+                return "", []
+            if self._may_be_bare and (call := self._bare_call(answer)) is not None:
+                self._rest = ""
+                return "", [call]
+        self._strip()
+        texts, calls = list[str](), list[dict[str, Any]]()
+        while (begin := self._rest.find(BEGIN)) >= 0:
+            end = self._rest.find(END, begin)
+            if end < 0 and not is_last:
+                break
+            inner = self._rest[begin + len(BEGIN) : end if end >= 0 else None]
+            after = len(self._rest) if end < 0 else end + len(END)
+            if (call := self._call(inner)) is None:
+                texts.append(self._rest[:after])
+            else:
+                texts.append(self._rest[:begin].rstrip())
+                calls.append(call)
+                self.count += 1
+            self._rest, self._is_after_call = self._rest[after:], call is not None
+            self._strip()
+        held = HELD.search(self._rest)
+        sure = len(self._rest) if is_last or held is None else held.start()
+        sure = sure if begin < 0 else len(self._rest[:begin].rstrip())
+        texts.append(self._rest[:sure])
+        self._rest = self._rest[sure:]
+        return "".join(texts), calls
+
+    def _strip(self) -> None:
+        if self._is_after_call:
+            self._rest = self._rest.lstrip()
+            self._is_after_call = not self._rest
+
+    def _bare_call(self, text: str) -> dict[str, Any] | None:
+        block = BLOCK.fullmatch(text)
+        call = self._call(text if block is None else block[1], self._functions)
+        self.count += call is not None
+        return call
+
+    def _call(self, text: str, known: Collection[str] | None = None) -> dict[str, Any] | None:
+        """The call that a text describes, of a `known` function; None for other texts."""
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return None
+        if known is not None and (value["name"] not in known or value.keys() != {"name", "arguments"}):
+            return None
+        arguments = value.get("arguments", {})
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        function = {"name": value["name"], "arguments": written}
+        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
