@@ -137,8 +137,7 @@ static bool is_sound(const Model& model, const Batch& batch) {
 static void choose(const Batch& batch, Scratch& scratch) {
     auto &tokens = scratch.all.tokens, &first = scratch.all.first;
     auto &last_tokens = scratch.last.tokens, &last_first = scratch.last.first;
-    for (auto* list : {&tokens, &first, &last_tokens, &last_first}) list->clear();
-    for (auto* list : {&scratch.places, &scratch.outputs, &scratch.missing}) list->clear();
+    for (auto* list : {&tokens, &first, &last_tokens, &last_first, &scratch.places, &scratch.outputs, &scratch.missing}) list->clear();
     scratch.numbers.assign(batch.rows * batch.tokens, -1);
     for (int64_t row = 0; row < batch.rows; row++) {
         first.push_back(tokens.size());
