@@ -114,6 +114,8 @@ def killed(recipe: PardRecipe, change: int | None) -> list[str]:
     """Trains until a change of the disk; returns all changes up to there."""
     with pytest.MonkeyPatch.context() as patch:
         disk = Disk(patch, change)
+        # In a process of thousands of tests each collection of garbage takes a second, and there are hundreds.
+        patch.setattr("paradraft.train.run.trainer.give_back", lambda: None)
         try:
             train_pard(recipe, lambda report: None)
         except KilledError:
