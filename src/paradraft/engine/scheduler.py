@@ -167,18 +167,18 @@ class Scheduler:
                 if not self._watched:
                     self._is_watching = False
                     return
-                all_watched = list(self._watched)
+                all_watched = self._watched  # which grows while this waits: who comes later has news sooner, perhaps
             try:
                 ran_last = self._wait_until(partial(_have_news, all_watched), ran_last=ran_last)
             except BaseException as error:  # else the readers would wait for ever
                 if not isinstance(error, Exception):
                     error = RuntimeError(f"{type(error).__name__} while decoding: {error}")
-                for watched in all_watched:
+                for watched in list(all_watched):
                     watched.generation.fail(error)
                     watched.generation.is_told = True
             # One call per loop: each call wakes its thread, which then competes with this one.
             wakes: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = defaultdict(list)
-            for watched in all_watched:
+            for watched in list(all_watched):
                 if watched.has_news:
                     watched.is_over = watched.generation.is_told or watched.generation.is_cancelled
                     watched.notified_rounds = watched.generation.told_rounds
@@ -267,11 +267,11 @@ class Scheduler:
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
         joining = [generation for generation in waiting if not generation.is_over]
         rows += joining
-        if joining:
+        for generation in joining:
             try:
-                self._batch.begin(joining)
+                self._batch.begin([generation])
             except Exception as error:
-                raise RequestError([generation.request.id for generation in joining], error) from error
+                raise RequestError([generation.request.id], error) from error
 
     def _notify(self, rows: list[Generation]) -> None:
         with self._changed:

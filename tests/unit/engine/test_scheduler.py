@@ -23,6 +23,7 @@ from paradraft.models.forward import ForwardOut
 from paradraft.sampling_params import LogitsProcessor, Sampling
 from tests.conftest import VOCAB, tiny_model
 from tests.support.decoding import target_of
+from tests.support.serving import until
 
 PROMPTS = [[5, 6, 7], [8], [9, 9, 10, 9, 9], [11, 12]]
 SAMPLED = Sampling(temperature=0.9, presence_penalty=0.5, seed=3)
@@ -319,6 +320,25 @@ def test_a_prompt_is_given_up_while_nothing_else_runs(in_pieces: Engine) -> None
     in_pieces._scheduler._run_round()
     assert not in_pieces._batch.members and not in_pieces.target.unread
     assert alone(in_pieces, LONG, 6) == alone(in_pieces, LONG, 6)
+
+
+def test_who_comes_while_only_prompts_are_read_has_news_at_once(
+    in_pieces: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards an event loop's clients that come while a long prompt of another is read, and nothing else runs: their
+    readers are woken by their own rounds, not by the first one of that prompt."""
+    long, short = generation(in_pieces, LONG, 6), generation(in_pieces, PROMPTS[2], 6)
+    scheduler, read, loop, news = in_pieces._scheduler, in_pieces._batch.read, Loop(), list[tuple[str, bool]]()
+
+    def reading(most: int) -> None:
+        if short not in [watched.generation for watched in scheduler._watched] and not short.tokens:
+            scheduler.watch(short, loop, lambda: news.append(("short", bool(long.tokens))))
+        read(most)
+
+    monkeypatch.setattr(in_pieces._batch, "read", reading)
+    scheduler.watch(long, loop, lambda: news.append(("long", True)))
+    until(lambda: long.is_told and short.is_told and not scheduler._is_watching)
+    assert news[0] == ("short", False)
 
 
 class Loop:
