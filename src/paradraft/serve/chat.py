@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic.config import JsonDict
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.decode.logprobs import TokenLogprobs
@@ -31,7 +32,7 @@ TOKEN = {
     "logprob": NUMBER,
     "bytes": or_null(list_of({"type": "integer", "minimum": 0, "maximum": 255})),
 }
-ASSISTANT = {"const": "assistant"}
+ASSISTANT: JsonDict = {"const": "assistant"}
 CALL_FIELDS = {
     "id": STRING, "type": {"const": "function"}, "function": object_of(name=STRING, arguments=STRING)
 }  # fmt: skip
@@ -42,7 +43,7 @@ class Message(BaseModel):
     """A message of a conversation."""
 
     model_config = ConfigDict(
-        **STRICT, json_schema_extra=NULLS | {"anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}]}
+        **STRICT, json_schema_extra={**NULLS, "anyOf": [{"required": ["content"]}, {"properties": {"role": ASSISTANT}}]}
     )
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
@@ -51,11 +52,12 @@ class Message(BaseModel):
     name: str | None = None
     tool_calls: list[ToolCall] = Field(default_factory=list)
     tool_call_id: str | None = None
+    annotations: list[Any] = Field(default_factory=list)
 
     @property
     def for_template(self) -> dict[str, Any]:
         """As chat templates read it: with the arguments of calls as objects."""
-        written = self.model_dump(exclude_none=True, exclude_unset=True)
+        written = {"content": "", **self.model_dump(exclude_none=True, exclude_unset=True, exclude={"annotations"})}
         for call in written.get("tool_calls", ()):
             try:
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
@@ -118,8 +120,12 @@ class ChatCompletionRequest(ApiRequest):
             where = f"messages[{number}]"
             if message.tool_calls and message.role != "assistant":
                 raise ApiError(400, f"{where}.tool_calls: only the assistant calls", param=f"{where}.tool_calls")
-            if message.content is None and not message.tool_calls:
+            if message.content is None and message.role != "assistant":
                 raise ApiError(400, f"{where}.content: it is missing", param=f"{where}.content")
+        for number, tool in enumerate(self.tools):
+            where = f"tools[{number}].function.parameters"
+            if (tool.function.parameters or {}).get("type", "object") != "object":
+                raise ApiError(400, f"{where}: its type is not object", param=where)
         known = [tool.function.name for tool in self.tools]
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in known:
             problem = f"tool_choice: {one_line(self.tool_choice.function.name)} is none of the tools"
@@ -154,6 +160,11 @@ class ChatCompletionRequest(ApiRequest):
         if not self.function_names or self.parallel_tool_calls:
             return self.stop
         return [*([self.stop] if isinstance(self.stop, str) else self.stop), END]
+
+    @property
+    def is_constrained(self) -> bool:
+        """See `ApiRequest`."""
+        return super().is_constrained or (bool(self.function_names) and self.tool_choice != "auto")
 
     def constraint(self, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | CallGrammar | None:
         """See `ApiRequest`; a call if the request demands one."""

@@ -243,4 +243,5 @@ def _error_of(choice: Choice, error: Exception) -> Exception:
     """The engine's error, or a 400 if the answer's JSON schema allows no further token."""
     if choice.grammar is None or choice.grammar.dead_end is None or not isinstance(error, ValueError):
         return error
-    return ApiError(400, f"response_format: {choice.grammar.dead_end}", param="response_format")
+    name = "response_format" if choice.reader is None else "tools"
+    return ApiError(400, f"{name}: {choice.grammar.dead_end}", param=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
@@ -66,7 +67,7 @@ class TokenizeReply(EngineReply):
 
     async def _answer(self, body: bytes, exchange: Exchange) -> None:
         service = self._service
-        schema = ChatCompletionRequest if b'"messages"' in body else CompletionRequest
+        schema = ChatCompletionRequest if is_conversation(body) else CompletionRequest
         request, prompts = checked(body, schema, service)
         if len(prompts) > 1:
             raise ApiError(400, f"{request.prompts_name}: {len(prompts)} prompts, send one", param=request.prompts_name)
@@ -138,6 +139,15 @@ class Completion(EngineReply):
         logprobs = request.logprobs_json(chunk.logprobs, shown, choice.characters)
         choice.characters += sum(len(shown(each.token)[1]) for each in chunk.logprobs)
         return logprobs
+
+
+def is_conversation(body: bytes) -> bool:
+    """Whether a request has messages."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):  # which `checked` reports
+        return False
+    return isinstance(value, dict) and "messages" in value
 
 
 def checked(body: bytes, schema: type[ApiRequest], service: Service) -> tuple[ApiRequest, list[Any]]:

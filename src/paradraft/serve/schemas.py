@@ -164,6 +164,11 @@ class ApiRequest(BaseModel):
         """Stop strings."""
         return self.stop
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether answers have a `constraint`."""
+        return self.response_format is not None and self.response_format.schema_of_answers is not None
+
     def constraint(self, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Any] | CallGrammar | None:
         """What all answers must be: JSON of a schema, or a call of a function; None for any text."""
         return None if self.response_format is None else self.response_format.schema_of_answers
@@ -232,15 +237,15 @@ class ApiRequest(BaseModel):
         if self.is_compact and (self.response_format is None or self.response_format.schema_of_answers is None):
             message = "structured_outputs is for answers in JSON: set response_format too"
             raise ApiError(400, message, param="structured_outputs")
+        if self.is_constrained and -math.inf in self.logit_bias.values():
+            problem = "it forbids a token that the answer may need: use at least -10000"
+            raise ApiError(400, f"logit_bias: beside response_format or a demanded call {problem}", param="logit_bias")
         if self.response_format is None:
             return
         kind, schema = self.response_format.type, self.response_format.json_schema
         if (kind == "json_schema") != (schema is not None):
             fix = "give json_schema too" if schema is None else 'json_schema is for the type "json_schema"'
             raise ApiError(400, f"response_format: its type is {kind!a}: {fix}", param="response_format")
-        if self.response_format.schema_of_answers is not None and -math.inf in self.logit_bias.values():
-            problem = "it forbids a token that the answer may need: use at least -10000"
-            raise ApiError(400, f"logit_bias: beside response_format {problem}", param="logit_bias")
 
 
 RequestT = TypeVar("RequestT", bound=ApiRequest)

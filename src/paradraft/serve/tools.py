@@ -20,8 +20,6 @@ from paradraft.serve.grammar import CallGrammar
 from paradraft.serve.schemas import STRICT
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-HELD = re.compile(rf"\s*(?:{'|'.join(re.escape(BEGIN[:length]) for length in range(len(BEGIN), 0, -1))})?$")
-"""The end of a text that may belong to the beginning of a call."""
 OPENINGS = ("```json", "{")
 BLOCK = re.compile(r"```json\s*(.*?)\s*```\s*", re.DOTALL)
 NAME = "^[a-zA-Z0-9_.-]{1,64}$"
@@ -33,7 +31,7 @@ class Function(BaseModel):
     model_config = STRICT
     name: str = Field(pattern=NAME)
     description: str | None = None
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
@@ -75,21 +73,40 @@ class ToolCall(BaseModel):
     id: str
     type: Literal["function"]
     function: CalledFunction
+    index: int | None = None
 
 
 def call_grammar(functions: Sequence[Function], tokenizer: PreTrainedTokenizerBase) -> CallGrammar:
     """The grammar of a call of one of some functions."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": function.name}, "arguments": function.parameters or {"type": "object"}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for function in functions
-    ]
+    calls, parts = [], {}
+    for number, function in enumerate(functions):
+        parts[str(number)] = _moved({"type": "object", **(function.parameters or {})}, f"#/$defs/{number}")
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function.name}, "arguments": {"$ref": f"#/$defs/{number}"}},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
     begin, end = (tokenizer.get_added_vocab().get(tag, tag) for tag in (BEGIN, END))
-    return CallGrammar(begin=[begin, "\n"], schema={"anyOf": calls} if len(calls) > 1 else calls[0], end=["\n", end])
+    return CallGrammar(begin=[begin, "\n"], schema={"$defs": parts, "anyOf": calls}, end=["\n", end])
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema whose references to its parts follow it to another place.
+
+    >>> _moved({"items": {"$ref": "#/$defs/A"}, "not": {"$ref": "#"}}, "#/$defs/0")
+    {'items': {'$ref': '#/$defs/0/$defs/A'}, 'not': {'$ref': '#/$defs/0'}}
+    """
+    if isinstance(schema, list):
+        return [_moved(each, to) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, to) for key, value in schema.items()}
+    if isinstance(reference := moved.get("$ref"), str) and reference.startswith("#"):
+        moved["$ref"] = to + reference[1:]
+    return moved
 
 
 class CallReader:
@@ -129,25 +146,35 @@ class CallReader:
         self._strip()
         texts, calls = list[str](), list[dict[str, Any]]()
         while (begin := self._rest.find(BEGIN)) >= 0:
-            end = self._rest.find(END, begin)
-            if end < 0 and not is_last:
+            call, after = self._first_call(begin + len(BEGIN), is_last=is_last)
+            if call is None and not is_last:
                 break
-            inner = self._rest[begin + len(BEGIN) : end if end >= 0 else None]
-            after = len(self._rest) if end < 0 else end + len(END)
-            if (call := self._call(inner)) is None:
-                texts.append(self._rest[:after])
-            else:
-                texts.append(self._rest[:begin].rstrip())
+            texts.append(self._rest[:after] if call is None else self._rest[:begin].rstrip())
+            if call is not None:
                 calls.append(call)
                 self.count += 1
             self._rest, self._is_after_call = self._rest[after:], call is not None
             self._strip()
-        held = HELD.search(self._rest)
-        sure = len(self._rest) if is_last or held is None else held.start()
-        sure = sure if begin < 0 else len(self._rest[:begin].rstrip())
+        sure = self._sure if begin < 0 else len(self._rest[:begin].rstrip())
+        sure = len(self._rest) if is_last else sure
         texts.append(self._rest[:sure])
         self._rest = self._rest[sure:]
         return "".join(texts), calls
+
+    @property
+    def _sure(self) -> int:
+        """Characters that are no beginning of a call, nor whitespace before one."""
+        lengths = range(min(len(BEGIN) - 1, len(self._rest)), 0, -1)
+        held = next((length for length in lengths if self._rest.endswith(BEGIN[:length])), 0)
+        return len(self._rest[: len(self._rest) - held].rstrip())
+
+    def _first_call(self, begin: int, *, is_last: bool) -> tuple[dict[str, Any] | None, int]:
+        """The call that begins here, and where the text goes on after it; the end tag may be part of a string in it."""
+        ends = [match.start() for match in re.finditer(END, self._rest[begin:])]
+        for end in [begin + each for each in ends] + [len(self._rest)] * is_last:
+            if (call := self._call(self._rest[begin:end])) is not None:
+                return call, min(end + len(END), len(self._rest))
+        return None, begin + ends[0] + len(END) if ends else len(self._rest)
 
     def _strip(self) -> None:
         if self._is_after_call:
@@ -164,13 +191,14 @@ class CallReader:
         """The call that a text describes, of a `known` function; None for other texts."""
         try:
             value = json.loads(text)
+            if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+                return None
+            arguments = value.get("arguments", {})
+            is_written = isinstance(arguments, str) and isinstance(json.loads(arguments), dict)
+            written = arguments if is_written else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
-            return None
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             return None
         if known is not None and (value["name"] not in known or value.keys() != {"name", "arguments"}):
             return None
-        arguments = value.get("arguments", {})
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         function = {"name": value["name"], "arguments": written}
         return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}

@@ -168,7 +168,11 @@ def ask_text(messages: object, template: ChatTemplate) -> str:
     """
     checked = check_questions(messages)
     try:
-        return template.text(checked, ask=True)
+        text = template.text(checked, ask=True)
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        raise ValueError("the conversation is not UTF-8 text: look at its calls and tools") from None
     except TemplateError as error:
         raise ValueError(f"the model's chat template refuses this conversation: {error}") from None
     except Exception as error:  # a template is a program, and may be wrong in any way

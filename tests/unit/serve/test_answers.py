@@ -303,6 +303,7 @@ def test_tokens_of_a_prompt(engine: Engine, running: Serving) -> None:
     for body, tokens in (
         ({"prompt": "hello"}, engine.prompt_tokens("hello")),
         ({"prompt": [5, 6]}, [5, 6]),
+        ({"prompt": "messages"}, engine.prompt_tokens("messages")),
         ({"messages": [{"role": "user", "content": "hello"}]}, None),
     ):
         found = running.post("/tokenize", body).json()

@@ -36,7 +36,7 @@ KEY = "a-key"
 FOUND_OUT_LATER = (
     "stream_options is for streams", "top_logprobs is for logprobs", "max_tokens is the old name", "response_format: ",
     "the last message is the assistant's", "logit_bias: ", "the model has room for", "seed=", "the request asks for",
-    "chat_template_kwargs: ", "the body is longer", "messages[", "tools: ", "tool_choice: ",
+    "chat_template_kwargs: ", "the body is longer", "messages[", "tools: ", "tools[", "tool_choice: ",
     "structured_outputs is for",
 )  # fmt: skip
 """What is refused although the document allows it: parameters that do not go together, and what does not fit."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from openai import OpenAI
 
 from paradraft.engine.engine import Engine
-from paradraft.serve.tools import CallReader
+from paradraft.serve.tools import BEGIN, END, CallReader
 from tests.support.serving import MODEL, Serving, serving
 
 TEMPLATE = (
@@ -89,6 +91,10 @@ def test_what_the_template_reads(client: OpenAI, json_engine: Engine) -> None:
 CALLS = [("count", {"n": 3}), ("say", {"w": "ü"}), ("say", {"w": "</tool"})]
 
 
+TAG = {"name": "say", "arguments": {"w": END}}
+NO_CALLS = [f'{BEGIN}{{"name": "say", "arguments": {wrong}}}{END}' for wrong in ('"x"', "[NaN]", "[1e999]")]
+
+
 @pytest.mark.parametrize(
     ("answer", "content", "calls"),
     [
@@ -103,6 +109,9 @@ CALLS = [("count", {"n": 3}), ("say", {"w": "ü"}), ("say", {"w": "</tool"})]
         ),
         ('<tool_call>{"name": "count", "arguments": {"n": 3}}', "", CALLS[:1]),
         ('<tool_call>{"name": "count", "argum', '<tool_call>{"name": "count", "argum', []),
+        (f"{BEGIN}{json.dumps(TAG)}{END}", "", [("say", TAG["arguments"])]),
+        ('<tool_call>{"name": "say", "arguments": "{\\"w\\": 1}"}</tool_call>', "", [("say", {"w": 1})]),
+        *((text, text, []) for text in NO_CALLS),
         ("x <tool_call>[1]</tool_call> y", "x <tool_call>[1]</tool_call> y", []),
         ('```json\n{"name": "count", "arguments": {"n": 3}}\n```\n', "", CALLS[:1]),
         ('{"name": "say", "arguments": {"w": "</tool"}}', "", CALLS[2:]),
@@ -146,3 +155,61 @@ def test_a_template_without_tools(running: Serving) -> None:
     """Guards against functions that a model never sees."""
     found = running.post("/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS})
     assert found.status_code == 400 and found.json()["error"]["param"] == "tools"
+
+
+def test_a_long_call_takes_no_time(client: OpenAI) -> None:
+    """Guards all other streams, which wait while a piece is read: neither a long call nor a long run of spaces is read
+    again and again."""
+    reader, code = CallReader(SCHEMAS), "    return 1\\n" * 2000
+    pieces = ["<tool_call>", '{"name": "say", "arguments": {"w": "', *re.findall(".{1,4}", code), '"}}', "</tool_call>"]
+    began_s = time.process_time()
+    calls = [call for piece in pieces for call in reader.read(piece, is_last=False)[1]]
+    for _ in range(1500):
+        reader.read(" " * 20, is_last=False)
+    assert len(calls) == 1 and time.process_time() - began_s < 2.0
+
+
+NESTED: dict[str, Any] = {
+    "properties": {"where": {"$ref": "#/$defs/Place"}}, "required": ["where"], "additionalProperties": False,
+    "$defs": {"Place": {"enum": ["here", "there"]}},
+}  # fmt: skip
+
+
+def test_schemas_with_references(client: OpenAI) -> None:
+    """Guards the schemas of nested types, whose references are to their own root."""
+    tools: Any = [{"type": "function", "function": {"name": "go", "parameters": NESTED}}]
+    asked: Any = {"model": MODEL, "messages": MESSAGES, "tools": tools, "tool_choice": "required", "max_tokens": 150}
+    found = client.chat.completions.create(**asked).choices[0].message.tool_calls
+    assert found and json.loads(found[0].function.arguments)["where"] in ("here", "there")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [{"type": "function", "function": {"name": "a", "description": "\ud800"}}]},
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"\ud800": 1}}}]},
+        {"tools": TOOLS, "tool_choice": "required", "logit_bias": {"5": -float("1e999")}},
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
+    ],
+)
+def test_wrong_tools(json_engine: Engine, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
+    """Guards the log against errors of clients."""
+    monkeypatch.setattr(
+        json_engine.target.tokenizer, "chat_template", "{{ (tools or []) | tojson }}<tool_call>" + TEMPLATE
+    )
+    body = json.dumps({"messages": MESSAGES, "max_tokens": 2, **more}).replace("-Infinity", "-1e999")
+    with serving(json_engine) as running:
+        found = running.post_bytes("/v1/chat/completions", body.encode())
+    assert found.status_code == 400, found.text
+
+
+def test_what_other_servers_wrote(client: OpenAI) -> None:
+    """Guards histories that clients built of other servers' answers."""
+    call = {"index": 0, "id": "1", "type": "function", "function": {"name": "count", "arguments": "{}"}}
+    history: list[Any] = [
+        *MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call], "annotations": [], "refusal": None},
+        {"role": "tool", "tool_call_id": "1", "content": "1"}, {"role": "assistant", "content": None, "tool_calls": []},
+        *MESSAGES,
+    ]  # fmt: skip
+    tools: Any = [{"type": "function", "function": {"name": "count", "parameters": None, "strict": None}}]
+    assert client.chat.completions.create(model=MODEL, messages=history, tools=tools, max_tokens=1).choices
