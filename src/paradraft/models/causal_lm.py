@@ -215,6 +215,7 @@ class CausalLM:
             `hidden_layers`.
         """
         B, N = tokens_BN.shape
+        assert N <= self.width or B > self.cache.decoding, f"a pass of {N} tokens, but room for {self.width}"
         chains_BN = parents_of_chains(B, N, self.device)
         parents_BN = chains_BN if parents_BN is None else parents_BN
         logit_rows = depths(chains_BN) if logit_rows is None else logit_rows

@@ -92,13 +92,11 @@ def text_message(message: Mapping[str, Any], number: int) -> Message:
     if not isinstance(message.get("role"), str):
         raise ValueError(f"message {number} has no role")
     content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        content = ""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not parts or not all(map(_is_text, parts)):
         raise ValueError(
-            f"message {number} has the content {reprlib.repr(content)}: give a text, or parts of type text; images are "
-            "not read"
+            f"message {number} has the content {reprlib.repr(content)}: give a text, or parts of type text; images and "
+            "tool calls are not read"
         )
     text = "\n".join(part["text"] for part in parts)  # as servers join them for a template that takes a text
     try:

@@ -15,7 +15,7 @@ import torch
 from paradraft.bench.run import run_benchmark
 from paradraft.bench.setup import Workload
 from paradraft.bench.spec import Benchmark, Method
-from paradraft.core import Committed, Draft, Drafting, TargetOut
+from paradraft.core import Draft, Drafting, TargetOut
 from paradraft.decode import stats
 from paradraft.drafters.none import NoDrafter
 from paradraft.drafters.pard import PardDrafter
@@ -51,15 +51,15 @@ def _known_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes take the times above, prefill 100 and the drafter's own 40; nothing else takes any."""
     now = SimpleNamespace(s=0.0, has_read=False)
     monkeypatch.setattr(stats, "time", SimpleNamespace(perf_counter=lambda: now.s))
-    forward, join, propose, start = Target.forward, Target.join, PardDrafter.propose, PardDrafter.start
+    forward, read, propose, start = Target.forward, Target.read, PardDrafter.propose, PardDrafter.start
 
     def timed_forward(self: Target, draft: Draft) -> TargetOut:
         now.s += target_s(len(draft.tokens), draft.tokens.shape[1] + 1)
         return forward(self, draft)
 
-    def timed_join(self: Target, *arguments: Any) -> Committed:
+    def timed_read(self: Target, counts: Sequence[int]) -> None:
         now.s += 100.0
-        return join(self, *arguments)
+        read(self, counts)
 
     def timed_start(self: PardDrafter, drafting: Drafting, device: torch.device) -> None:
         now.has_read = False
@@ -72,7 +72,7 @@ def _known_times(monkeypatch: pytest.MonkeyPatch) -> None:
         return propose(self, lengths, after)
 
     monkeypatch.setattr(Target, "forward", timed_forward)
-    monkeypatch.setattr(Target, "join", timed_join)
+    monkeypatch.setattr(Target, "read", timed_read)
     monkeypatch.setattr(PardDrafter, "start", timed_start)
     monkeypatch.setattr(PardDrafter, "propose", timed_propose)
 
