@@ -1,6 +1,6 @@
 """Prefill of joining requests, in pieces beside the rounds of those that run.
 
-A prefill delays the next round of all running requests. So where anybody waits for single tokens, a round reads only a
+A prefill delays the next round of all running requests. So where a client waits for single tokens, a round reads only a
 piece of the prompts, in its own pass where the absent tokens of other rows cost nothing. All prompts are read side by
 side, the shortest first, so that none waits for the whole of a longer one.
 """
@@ -175,7 +175,7 @@ class PrefillPace:
     LEAST = 4
     """Fewer tokens take hardly less time."""
     LEAST_ALONE = 16
-    """The same in a pass of their own."""
+    """The same in a separate pass."""
     FIRST = 64
     """Tokens while no time is known."""
     ALONE_S = 0.1
@@ -200,7 +200,7 @@ class PrefillPace:
 
     def read_along(self, tokens: int, seconds: float) -> None:
         """Records the time of a round that read a piece too."""
-        # A short piece may take no time of its own: then the next one has at most twice as many tokens.
+        # A short piece may take no more time: then the next one has at most twice as many tokens.
         self.read(tokens, max(seconds - statistics.median(self._rounds_s or [seconds]), seconds / 2))
 
     @property

@@ -1,7 +1,7 @@
-"""Prompts that a target reads in pieces, in passes of their own or along with the tokens of a round.
+"""Prompts that a target reads in pieces, in separate passes or along with the tokens of a round.
 
 A pass over one token of each row takes about as long as one over several, because it waits for the weights. So a piece
-that is read along costs less time than the same piece in a pass of its own.
+that is read along costs less time than the same piece in a separate pass.
 
 Shape letters: B rows that are decoded, P prompts in prefill, N tokens, M tokens of a prompt, R wanted logits, D hidden
 size.
@@ -55,7 +55,7 @@ class PromptPieces:
         self._prompts += [_Prompt(tokens=tokens, known=length) for tokens, length in zip(prompts, known, strict=True)]
 
     def read(self, counts: Sequence[int]) -> None:
-        """Reads the next `counts[i]` tokens of each prompt in a pass of its own."""
+        """Reads the next `counts[i]` tokens of each prompt in a separate pass."""
         rest = [[*piece, 0] if piece else [] for piece in self._next(counts)]  # prefill leaves the last one
         read = self._lm.prefill([[]] * self._lm.cache.decoding + rest, self._hidden_layers)
         self._keep(counts, read.hidden)
@@ -65,7 +65,7 @@ class PromptPieces:
     ) -> ForwardOut:
         """`CausalLM.forward`, which reads the next `counts[i]` tokens of each prompt too, and keeps these.
 
-        Where a pass computes absent tokens too, the pieces have one of their own before.
+        Where a pass computes absent tokens too, the pieces are read in a separate pass before.
         """
         if not self._lm.is_ragged:
             self.read(counts)

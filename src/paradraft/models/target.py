@@ -160,7 +160,7 @@ class Target:
         self._pieces.begin(prompts, known)
 
     def read(self, counts: Sequence[int]) -> None:
-        """Reads the next `counts[i]` tokens of each prompt in prefill, in a pass of its own; errors as in `join`."""
+        """Reads the next `counts[i]` tokens of each prompt in prefill, in a separate pass; errors as in `join`."""
         self._pieces.read(counts)
 
     def read_along(self, counts: Sequence[int]) -> None:

@@ -18,11 +18,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paradraft.engine.engine import Engine
-from paradraft.errors import one_line
 from paradraft.serve.address import is_loopback
 from paradraft.serve.admission import Admission, ending
 from paradraft.serve.choices import Service
-from paradraft.serve.endpoint import Completion, TokenizeReply
+from paradraft.serve.endpoint import Completion, TokenizeReply, not_served
 from paradraft.serve.exchange import ApiError, JsonReply
 from paradraft.serve.grammar import Grammars
 from paradraft.serve.limits import Limits
@@ -189,10 +188,7 @@ def _add_others(app: FastAPI, service: Service, key: str | None) -> None:
     )  # fmt: skip
     async def model(name: str) -> Response:
         """The model by one of its names."""
-        if name in service.names:
-            return JsonReply(served)
-        message = f"{one_line(name)} is not served here, which is {service.model!a}"
-        return ApiError(404, message, param="model", code="model_not_found").reply
+        return JsonReply(served) if name in service.names else not_served(name, service).reply
 
     @app.get("/version", responses={200: {"content": json_content("Version")}, **guarded})
     async def versions() -> Response:

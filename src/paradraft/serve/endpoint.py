@@ -141,6 +141,12 @@ class Completion(EngineReply):
         return logprobs
 
 
+def not_served(model: str, service: Service) -> ApiError:
+    """Error of a request for another model."""
+    message = f"model: {one_line(model)} is not served here, which is {service.model!a}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
 def is_conversation(body: bytes) -> bool:
     """Whether a request has messages."""
     try:
@@ -154,8 +160,7 @@ def checked(body: bytes, schema: type[ApiRequest], service: Service) -> tuple[Ap
     """A request and its prompts; raises ApiError if it is wrong, or for another model."""
     request = read(body, schema, service.defaults)
     if request.model is not None and request.model not in service.names:
-        message = f"model: {one_line(request.model)} is not served here, which is {service.model!a}"
-        raise ApiError(404, message, param="model", code="model_not_found")
+        raise not_served(request.model, service)
     try:
         return request, request.prompts()
     except ValueError as error:
