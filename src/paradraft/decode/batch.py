@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -114,13 +114,8 @@ class Batch:
     def read(self, most: int) -> None:
         """Reads a piece of at most `most` tokens of the prompts in prefill; those that are read become rows."""
         self.clock.skip()
-        members = self.members
-        try:
+        with self._blaming(self.prefill.generations):
             tokens = self.prefill.read(most)
-        except NotFiniteError as error:
-            raise RequestError([members[error.row].request.id], error) from error
-        except Exception as error:
-            raise RequestError([generation.request.id for generation in self.prefill.generations], error) from error
         self._admit_read()
         self.clock.lap("prefill")
         self.prefill.pace.read(tokens, self.clock.last_s["prefill"])
@@ -131,16 +126,22 @@ class Batch:
 
     def _admit_read(self) -> None:
         """Makes rows of the requests whose prompts are read."""
-        if (prefilled := self.prefill.admit()) is None:
-            return
+        if (prefilled := self.prefill.admit()) is not None:
+            with self._blaming(prefilled.generations):
+                self._admit(prefilled)
+
+    @contextmanager
+    def _blaming(self, joining: list[Generation]) -> Iterator[None]:
+        """Names the requests of an error: that of its row, or else all that join."""
+        rows = self.generations + joining
         try:
-            self._admit(prefilled)
+            yield
         except RequestError:
             raise
         except NotFiniteError as error:
-            raise RequestError([(self.generations + prefilled.generations)[error.row].request.id], error) from error
+            raise RequestError([rows[error.row].request.id], error) from error
         except Exception as error:
-            raise RequestError([generation.request.id for generation in prefilled.generations], error) from error
+            raise RequestError([generation.request.id for generation in joining], error) from error
 
     def _admit(self, prefilled: Prefilled) -> None:
         self.drafter.join(prefilled.requests, prefilled.prompt)
@@ -187,12 +188,14 @@ class Batch:
             other_s=seconds.get("other", 0.0),  # of the previous round
         )  # fmt: skip
         self.lengths.observe(output, None if read else time)
-        (partial(self.prefill.pace.read_along, read) if read else self.prefill.pace.decode)(time.total_s)
         self.clock.count(output)
         if read:
+            self.prefill.pace.read_along(read, time.total_s)
             self.clock.lap("other")
             self._admit_read()
             self.clock.lap("prefill")
+        else:
+            self.prefill.pace.decode(time.total_s)
         if self.is_finished and not self.prefill.generations:
             self._save(self.generations)
             self.clear()

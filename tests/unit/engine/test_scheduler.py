@@ -310,7 +310,7 @@ def test_a_short_prompt_overtakes_long_ones(in_pieces: Engine) -> None:
 
 
 def test_a_prompt_is_given_up_while_nothing_else_runs(in_pieces: Engine) -> None:
-    """Guards work for a client that has gone: with nobody else there, too, its prompt is read in pieces."""
+    """Guards the time that the prompt of a client that has gone would take: it is read in pieces also alone."""
     asked = generation(in_pieces, LONG, 6)
     asked.is_watched = True
     in_pieces._scheduler._waiting.append(asked)

@@ -63,7 +63,7 @@ PIECES = [[2, 1], [1, 30, 0], [0, 47, 2], [0, 1, 3]]
     ids=["C++, float32", "C++, bfloat16", "eager, float64"],
 )
 def test_a_piece_that_is_read_along_changes_nothing(compiled: bool, dtype: torch.dtype, probes: bool) -> None:
-    """Guards the identical text and the states that drafters read: to the last bit as in a pass of its own, for pieces
+    """Guards the identical text and the states that drafters read: bitwise as in a separate pass, for pieces
     that are longer than a round's pass may be, of no token, and for rounds of trees and prompt tokens."""
     ours, other = target(compiled=compiled, dtype=dtype), target(compiled=compiled, dtype=dtype)
     draft = draft_of(ours, probes=probes)

@@ -56,7 +56,7 @@ class LengthPolicy(Protocol):
         """Removes nodes that are not worth verifying."""
 
     def observe(self, output: RoundOutput, time: RoundTime | None) -> None:
-        """Learns from the acceptance of a round and its time; that is None if the round has read prompts too."""
+        """Learns from a round's acceptance and its time, which is None for a round that read prompts too."""
 
     def keep(self, rows: Tensor) -> None:
         """Drops and reorders rows: `[b]` the old index of each row."""
