@@ -51,9 +51,8 @@ class Connection(H11Protocol):
     def __init__(self, connections: Connections, **settings: Any) -> None:
         super().__init__(**settings)
         self.logger = SILENT
-        self._all, self._timer = connections, None
-
-    _timer: asyncio.TimerHandle | None
+        self._all = connections
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Refuses connections above the cap."""

@@ -184,9 +184,8 @@ class Grammars:
             ValueError: the schema is too large, invalid, unsupported by llguidance or unsatisfiable, or the target's
                 tokenizer cannot be used.
         """
+        call, given = (schema, schema.schema) if isinstance(schema, CallGrammar) else (None, schema)
         # That key has llguidance's own options, which may allow answers that are no JSON of the schema.
-        call = schema if isinstance(schema, CallGrammar) else None
-        given = schema.schema if isinstance(schema, CallGrammar) else schema
         plain = {key: value for key, value in given.items() if key != "x-guidance"}
         options: Any = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": SPACE}
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
@@ -41,19 +40,19 @@ class Metrics:
 
         gauge("num_requests_running", "Answers that are decoded.").set_function(lambda: admission.running)
         gauge("num_requests_waiting", "Answers that wait.").set_function(lambda: admission.waiting)
+
+        def own_gauge(name: str, help_text: str) -> Gauge:
+            return Gauge(f"paradraft:{name}", help_text, ("model_name",), registry=self._registry).labels(model)
+
+        connections = admission.connections
         help_text = (
             "Models whose pass in C++ was refused or could not be built, so that PyTorch decodes, several times slower."
         )
-        slow = Gauge("paradraft:slow_models", help_text, ("model_name",), registry=self._registry).labels(model)
-        slow.set(slow_models)
-        for name, help_text in (
-            ("malformed_requests", "Requests that were no HTTP."),
-            ("refused_connections", "Connections above the limit."),
-        ):
-            count = Gauge(f"paradraft:{name}", help_text, ("model_name",), registry=self._registry).labels(model)
-            count.set_function(partial(getattr, admission.connections, name.partition("_")[0]))
+        own_gauge("slow_models", help_text).set(slow_models)
+        own_gauge("malformed_requests", "Requests that were no HTTP.").set_function(lambda: connections.malformed)
+        own_gauge("refused_connections", "Connections above the limit.").set_function(lambda: connections.refused)
         help_text = "Tokens a second as a multiple of those of rounds without drafts; NaN as long as that is not known."
-        speedup = Gauge("paradraft:drafting_speedup", help_text, ("model_name",), registry=self._registry).labels(model)
+        speedup = own_gauge("drafting_speedup", help_text)
         speedup.set_function(lambda: math.nan if payoff.speedup is None else payoff.speedup)
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were read.").labels(model)
         self.tokens = counter("generation_tokens", "Tokens of answers.").labels(model)

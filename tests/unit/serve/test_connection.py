@@ -73,7 +73,7 @@ def test_a_slow_answer_is_no_slow_request(engine: Engine, running: Serving, monk
 
 
 def test_more_connections_than_the_limit(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the process's files: who comes too late is told so, and the next one is served."""
+    """Guards the process's open files: a connection above the limit gets 503, and a later one is served."""
     with serving(engine) as running:
         running.admission.connections.most = 2
         with connected(running) as first, connected(running) as second:
