@@ -69,6 +69,7 @@ class TokenizeReply(EngineReply):
         service = self._service
         schema = ChatCompletionRequest if is_conversation(body) else CompletionRequest
         request, prompts = checked(body, schema, service)
+        exchange.headers = request.headers
         if len(prompts) > 1:
             raise ApiError(400, f"{request.prompts_name}: {len(prompts)} prompts, send one", param=request.prompts_name)
         try:

@@ -20,8 +20,7 @@ from paradraft.serve.grammar import CallGrammar
 from paradraft.serve.schemas import STRICT
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-OPENINGS = ("```json", "{")
-BLOCK = re.compile(r"```json\s*(.*?)\s*```\s*", re.DOTALL)
+BLOCK, BLOCK_END = "```json", "```"
 NAME = "^[a-zA-Z0-9_.-]{1,64}$"
 
 
@@ -109,6 +108,17 @@ def _moved(schema: Any, to: str) -> Any:
     return moved
 
 
+def _without_block(text: str) -> str:
+    """The text of a code block; other texts as they are.
+
+    >>> _without_block("```json\\n{}\\n```\\n").strip(), _without_block("{}")
+    ('{}', '{}')
+    """
+    text = text.strip()
+    is_block = text.startswith(BLOCK) and text.endswith(BLOCK_END)
+    return text[len(BLOCK) : -len(BLOCK_END)] if is_block else text
+
+
 class CallReader:
     """Separates the text and the calls of an answer that comes in pieces.
 
@@ -122,8 +132,6 @@ class CallReader:
         self._rest = ""
         self._is_after_call = False
         """Whether no text has followed the last call, but perhaps whitespace, which is left out."""
-        self.count = 0
-        """Calls so far."""
 
     def read(self, text: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
         """The text and the calls that a piece completes.
@@ -137,10 +145,10 @@ class CallReader:
         self._rest += text
         if self._may_be_bare:
             answer = self._rest.lstrip()
-            self._may_be_bare = any(each.startswith(answer) or answer.startswith(each) for each in OPENINGS)
+            self._may_be_bare = any(each.startswith(answer) or answer.startswith(each) for each in (BLOCK, "{"))
             if self._may_be_bare and not is_last:
                 return "", []
-            if self._may_be_bare and (call := self._bare_call(answer)) is not None:
+            if self._may_be_bare and (call := self._call(_without_block(answer), self._functions)) is not None:
                 self._rest = ""
                 return "", [call]
         self._strip()
@@ -152,7 +160,6 @@ class CallReader:
             texts.append(self._rest[:after] if call is None else self._rest[:begin].rstrip())
             if call is not None:
                 calls.append(call)
-                self.count += 1
             self._rest, self._is_after_call = self._rest[after:], call is not None
             self._strip()
         sure = self._sure if begin < 0 else len(self._rest[:begin].rstrip())
@@ -180,12 +187,6 @@ class CallReader:
         if self._is_after_call:
             self._rest = self._rest.lstrip()
             self._is_after_call = not self._rest
-
-    def _bare_call(self, text: str) -> dict[str, Any] | None:
-        block = BLOCK.fullmatch(text)
-        call = self._call(text if block is None else block[1], self._functions)
-        self.count += call is not None
-        return call
 
     def _call(self, text: str, known: Collection[str] | None = None) -> dict[str, Any] | None:
         """The call that a text describes, of a `known` function; None for other texts."""

@@ -311,6 +311,7 @@ def test_tokens_of_a_prompt(engine: Engine, running: Serving) -> None:
         used = running.post(path, body | {"max_tokens": 1}).json()["usage"]["prompt_tokens"]
         assert found["count"] == len(found["tokens"]) == used and found["max_model_len"] == engine.target.capacity
         assert tokens is None or found["tokens"] == tokens
+    assert running.post("/tokenize", {"prompt": "a", "user": "me"}).headers["X-Paradraft-Ignored"] == "user"
     for body, status in (
         ({"prompt": ["a", "b"]}, 400), ({}, 400), ({"prompt": "a", "model": "other"}, 404), ({"messages": []}, 400),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, 400),

@@ -135,7 +135,6 @@ def test_texts_and_calls(answer: str, content: str, calls: list[tuple[str, Any]]
             texts.append(text)
             found += [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in new]
         assert ("".join(texts), found) == (content, calls)
-        assert reader.count == len(calls)
 
 
 def test_one_call_only(json_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
