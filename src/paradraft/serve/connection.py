@@ -54,7 +54,7 @@ class Connection(H11Protocol):
         self._all = connections
         self._timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
         """Refuses connections above the cap."""
         super().connection_made(transport)
         if len(self.connections) > self._all.most:
