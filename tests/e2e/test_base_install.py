@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 HIDE = """
 import sys
@@ -22,18 +24,32 @@ class Finder(PathFinder):
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 """
-IN_BASE_ANYWAY = {"filelock", "httpx2", "paradraft", "pydantic", "pyyaml"}
-"""What libraries of the base install need too."""
+
+
+def required(library: str, extras: Iterable[str] = ("",)) -> set[tuple[str, frozenset[str]]]:
+    """The libraries that one names itself, with the extras of theirs that it asks for."""
+    wanted = [Requirement(line) for line in requires(library) or ()]
+    return {
+        (canonicalize_name(one.name), frozenset({"", *one.extras}))
+        for one in wanted
+        if one.marker is None or any(one.marker.evaluate({"extra": name}) for name in extras)
+    }
+
+
+def in_base() -> set[str]:
+    """What a plain install brings: paradraft, what it needs, and what that needs in turn."""
+    reached: set[tuple[str, frozenset[str]]] = set()
+    ahead = {("paradraft", frozenset({""}))}
+    while ahead:
+        reached |= ahead
+        ahead = set().union(*(required(*one) for one in ahead)) - reached
+    return {library for library, _ in reached}
 
 
 def extras() -> set[str]:
     """Libraries that the extras for users name and the base install does not bring."""
-    wanted = [Requirement(line) for line in requires("paradraft") or ()]
-    of_users = ("train", "bench", "quantized", "serve")
-    named = {
-        one.name for one in wanted if one.marker and any(one.marker.evaluate({"extra": name}) for name in of_users)
-    }
-    return named - {one.name for one in wanted if not one.marker} - IN_BASE_ANYWAY
+    named = {library for library, _ in required("paradraft", ("train", "bench", "quantized", "serve"))}
+    return named - in_base()
 
 
 @pytest.fixture
