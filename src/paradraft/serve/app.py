@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import version
-from importlib.resources import files
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, PlainTextResponse
@@ -39,6 +38,7 @@ from paradraft.serve.openapi import (
     refused,
     schemas,
 )
+from paradraft.serve.page import chat_page
 from paradraft.serve.schemas import ApiRequest
 
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:[0-9]{1,5})?")
@@ -207,17 +207,15 @@ def _add_others(app: FastAPI, service: Service, key: str | None) -> None:
 
     @app.get("/", response_class=HTMLResponse, responses=guarded)
     async def page() -> Response:
-        """A page that asks prompts."""
-        text = files("paradraft.serve").joinpath("page.html").read_text(encoding="utf-8")
-        text = text.replace("{{temperature}}", f"{service.defaults.get('temperature', 0):g}")
-        text = text.replace("{{chat}}", "checked" if engine.target.is_instruct else "")
-        return HTMLResponse(text, headers={"Content-Security-Policy": POLICY})
+        """A page to chat with the model."""
+        return HTMLResponse(document, headers={"Content-Security-Policy": POLICY})
 
     @app.get("/openapi.json", responses={200: {"content": {JSON: {"schema": {"type": "object"}}}}, **guarded})
     async def openapi() -> Response:
         """This document."""
         return JsonReply(described)
 
+    document = chat_page(service.model, service.defaults.get("temperature", 0), is_chat=engine.target.is_instruct)
     described = app.openapi()
     described.setdefault("components", {})["schemas"] = schemas(service)
 
