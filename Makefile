@@ -12,7 +12,7 @@ DEMO_ARGS ?=
 MUTANTS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo wheel real-models test test-long test-gpu test-vllm test-llama-cpp test-real check mutants pocket vllm llama-cpp clean
+.PHONY: help setup demo wheel real-models test test-long test-gpu test-vllm test-llama-cpp test-real check mutants pocket vllm llama-cpp llama-server clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +88,18 @@ llama-cpp: ## Create build/llama-cpp, the environment of the llama.cpp that is c
 	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" build/llama-cpp/bin/python -m pip install \
 	  --disable-pip-version-check --no-cache-dir --no-binary llama-cpp-python llama-cpp-python==0.3.36
 
-clean: ## Remove what the demo wrote and all caches; .venv, build/pocket, build/real, build/vllm and build/llama-cpp stay.
+llama-server: ## Create build/llama-server, llama.cpp's server, which is asked to make load: a quarter of an hour of a CPU.
+	rm -rf build/llama-server && mkdir -p build/llama-server/sources
+	$(PYTHON) -m pip download --disable-pip-version-check --no-cache-dir --no-deps --no-binary llama-cpp-python \
+	  --dest build/llama-server llama-cpp-python==0.3.36
+	tar -xzf build/llama-server/*.tar.gz -C build/llama-server/sources --strip-components=1
+	cmake -S build/llama-server/sources/vendor/llama.cpp -B build/llama-server/build -DCMAKE_BUILD_TYPE=Release \
+	  -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
+	  -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
+	cmake --build build/llama-server/build --target llama-server --parallel
+	mv build/llama-server/build/bin/llama-server build/llama-server/
+	rm -rf build/llama-server/build build/llama-server/sources build/llama-server/*.tar.gz
+
+clean: ## Remove what the demo wrote and all caches; .venv, build/pocket, build/real, build/vllm, build/llama-cpp and build/llama-server stay.
 	rm -rf build/demo build/demo-short dist mutants .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
 	find src tests recipes examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,15 +1,18 @@
-"""How fast servers are under load: paradraft's and vLLM's, with and without a drafter, on the same weights.
+"""How fast servers are under load, with and without a drafter: paradraft's, llama.cpp's and vLLM's, same weights.
 
-    make vllm
+    make vllm llama-server
+    python benchmarks/scripts/serving_load.py --target MODEL.gguf --tokenizer FOLDER --json FILE.json
+    python benchmarks/scripts/serving_load.py --target FOLDER --json FILE.json
     paradraft export pocket build/for-vllm --target pocket --to vllm -k 4 --no-measure
     python benchmarks/scripts/serving_load.py --json FILE.json
     python benchmarks/scripts/serving_load.py --shape smollm2-135m --json FILE.json
 
-The load generator is vLLM's own (`vllm bench serve`), run by the Python of vLLM's environment: it keeps a number of
-clients busy, each with one streamed request at a time, and times tokens and the chunks of streams. All servers are
-started first and sleep (SIGSTOP) but for the one whose turn it is; they take turns at each number of clients, so that
-all meet the same machine. A shape has random weights, the same for all servers, and random prompts. Such a model
-repeats itself, which flatters n-grams.
+A file is compared with llama.cpp's server, a folder and the others with vLLM. The load generator is vLLM's own (`vllm
+bench serve`), run by the Python of vLLM's environment: it keeps a number of clients busy, each with one streamed
+request at a time, and times tokens and the chunks of streams. All servers are started first and sleep (SIGSTOP) but
+for the one whose turn it is; they take turns at each number of clients, so that all meet the same machine. No server
+keeps what it has read, since a turn asks what the turns before it asked. A file or a folder is asked chats. A shape has
+random weights, the same for all servers, and random prompts. Such a model repeats itself, which flatters n-grams.
 """
 
 from __future__ import annotations
@@ -34,6 +37,10 @@ import httpx2
 from rich.progress import track
 
 VLLM_PYTHON = Path("build/vllm/bin/python")
+LLAMA_SERVER = Path("build/llama-server/llama-server")
+CHATS = Path("benchmarks/prompts/chat.jsonl")
+ROOM = 512
+"""Tokens of a request and its answer."""
 EXPORTED = Path("build/for-vllm")
 NAME = "load"
 """What all servers call the model."""
@@ -63,15 +70,19 @@ class Load:
     """What all servers are asked.
 
     Args:
-        target: the folder of the model.
+        target: the folder or the file of the model.
+        tokenizer: the folder that has its tokenizer.
         prompts: a JSONL file of {"prompt": …}.
+        is_chat: whether they are questions of chats.
         tokens: most tokens of an answer.
         temperature: 0 is greedy.
         requests: of a turn, for each client.
     """
 
     target: str
+    tokenizer: str
     prompts: Path
+    is_chat: bool
     tokens: int
     temperature: float
     requests: int
@@ -148,19 +159,22 @@ class Generator:
         """Keeps clients busy until all requests are answered."""
         assert self._process.stdin is not None
         options = {
-            "--backend": "openai", "--base-url": server.url, "--endpoint": "/v1/completions", "--model": NAME,
-            "--tokenizer": load.target, "--dataset-name": "custom", "--dataset-path": load.prompts,
+            "--backend": "openai-chat" if load.is_chat else "openai", "--base-url": server.url, "--model": NAME,
+            "--endpoint": "/v1/chat/completions" if load.is_chat else "/v1/completions",
+            "--tokenizer": load.tokenizer, "--dataset-name": "custom", "--dataset-path": load.prompts,
             "--custom-output-len": load.tokens, "--num-prompts": requests, "--max-concurrency": clients,
             "--temperature": load.temperature, "--percentile-metrics": "ttft,tpot,itl,e2el",
             "--metric-percentiles": "50,99",
         }  # fmt: skip
         arguments = [str(word) for pair in options.items() for word in pair]
-        flags = ["--skip-chat-template", "--disable-shuffle", "--disable-tqdm"]
+        flags = ["--skip-chat-template", "--disable-shuffle", "--disable-tqdm", "--save-detailed"]
+        flags += ["--header", "Connection=close"]  # llama-server closes connections in the midst of requests
         with server.awake():
             print(json.dumps(arguments + flags), file=self._process.stdin, flush=True)
             said = json.loads(self._read())
         if said["failed"]:
-            raise SystemExit(f"{said['failed']} requests have failed")
+            errors = {error for error in said.get("errors", ()) if error}
+            raise SystemExit(f"{said['failed']} requests to {server.url} have failed: {errors}")
         return {name: float(said[name]) for name in KEPT}
 
     def end(self) -> None:
@@ -168,8 +182,30 @@ class Generator:
         self._process.communicate()
 
 
+def commands_for_file(load: Load, drafters: Sequence[str], draft: str | None, most: int) -> dict[str, list[str]]:
+    """The servers of a GGUF file by their names, ours first: each without a drafter and with some.
+
+    Args:
+        load: has the target.
+        drafters: of ours, as options of `paradraft serve`.
+        draft: an ordinary draft model of llama.cpp's; None for none.
+        most: most clients.
+    """
+    ours = [sys.executable, "-m", "paradraft", "serve", "--target", load.target, "--served-model-name", NAME]
+    ours += ["--max-batch", str(most)]
+    theirs = [str(LLAMA_SERVER), "--model", load.target, "--alias", NAME, "--parallel", str(most)]
+    theirs += ["--ctx-size", str(ROOM * most), "--threads", str(os.cpu_count()), "--no-cache-prompt"]
+    theirs += ["--cache-ram", "0"]
+    found = {"paradraft": [*ours, "--drafter", "none"]}
+    found |= {f"paradraft, {options}": [*ours, "--drafter", *options.split()] for options in drafters}
+    found["llama-server"] = theirs
+    if draft is not None:
+        found["llama-server, draft model"] = [*theirs, "--spec-type", "draft-simple", "--model-draft", draft]
+    return found
+
+
 def commands(load: Load, draft: str | None, k: int, most: int, dtype: str) -> dict[str, list[str]]:
-    """The servers by their names, ours first: each without a drafter and with one.
+    """The servers of a folder by their names, ours first: each without a drafter and with one.
 
     Args:
         load: has the target.
@@ -182,7 +218,8 @@ def commands(load: Load, draft: str | None, k: int, most: int, dtype: str) -> di
     ours += ["--max-batch", str(most), "--dtype", dtype, "-k", str(k)]
     drafter = ["--drafter", "ngram"] if draft is None else ["--drafter", "pard", "--draft", draft]
     theirs = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", load.target]
-    theirs += ["--served-model-name", NAME, "--dtype", dtype, "--max-model-len", "512", "--max-num-seqs", str(most)]
+    theirs += ["--served-model-name", NAME, "--dtype", dtype, "--max-model-len", str(ROOM), "--max-num-seqs", str(most)]
+    theirs += ["--no-enable-prefix-caching"]
     speculative: dict[str, Any] = (
         {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
         if draft is None
@@ -224,6 +261,14 @@ def shape_of_disk(shape: str, folder: Path) -> tuple[str, Path]:
     return str(folder), prompts
 
 
+def questions(source: Path, path: Path) -> Path:
+    """Writes conversations of one question as the generator reads them."""
+    rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+    lines = [json.dumps({"prompt": row["messages"][-1]["content"]}) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
 def summary(turns: dict[str, dict[int, list[dict[str, Any]]]]) -> dict[str, dict[str, dict[str, float]]]:
     """Medians over turns, and tokens per second against our server without a drafter in the same turns."""
     found: dict[str, dict[str, dict[str, float]]] = {}
@@ -245,6 +290,13 @@ def main() -> None:
     """Reads the options, measures, prints a table and writes the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", help="random weights of this shape, with n-grams; by default the pocket family")
+    parser.add_argument("--target", help="a GGUF file or a folder; by default the pocket family")
+    parser.add_argument("--tokenizer", help="folder with the tokenizer of a file")
+    parser.add_argument("--prompts", type=Path, default=CHATS, help="questions for a file or a folder")
+    parser.add_argument(
+        "--drafters", default="auto", help="of ours for a file, with ; between them, as 'pard --draft D'"
+    )
+    parser.add_argument("--draft", help="draft model of llama-server")
     parser.add_argument("--k", "-k", type=int, default=4)
     parser.add_argument("--clients", default="1,4,8,16")
     parser.add_argument("--turns", type=int, default=5)
@@ -260,19 +312,22 @@ def main() -> None:
     from paradraft.sources.loading import pocket_folder
 
     clients = [int(number) for number in given.clients.split(",")]
-    if given.shape:
+    draft = None
+    if given.target:
+        target, prompts = given.target, questions(given.prompts, Path("build") / "load-questions.jsonl")
+    elif given.shape:
         target, prompts = shape_of_disk(given.shape, Path("build") / given.shape)
-        draft = None
     else:
-        target, prompts, draft = (
-            str(pocket_folder("target")),
-            pocket_folder("prompts.jsonl"),
-            str(pocket_folder("pard")),
-        )
+        target, prompts = str(pocket_folder("target")), pocket_folder("prompts.jsonl")
+        draft = str(pocket_folder("pard"))
     load = Load(
-        target=target, prompts=prompts, tokens=given.tokens, temperature=given.temperature, requests=given.requests
-    )
-    wanted = commands(load, draft, given.k, max(clients), given.dtype)
+        target=target, tokenizer=given.tokenizer or target, prompts=prompts, is_chat=bool(given.target),
+        tokens=given.tokens, temperature=given.temperature, requests=given.requests,
+    )  # fmt: skip
+    if target.endswith(".gguf"):
+        wanted = commands_for_file(load, given.drafters.split(";"), given.draft, max(clients))
+    else:
+        wanted = commands(load, draft, given.k, max(clients), given.dtype)
     if given.only:
         wanted = {name: wanted[name] for name in given.only.split(";")}
     turns: dict[str, dict[int, list[dict[str, Any]]]] = {name: {number: [] for number in clients} for name in wanted}
@@ -305,6 +360,7 @@ def main() -> None:
             )
     if given.json:
         settings = {name: value for name, value in vars(given).items() if name not in ("json", "only")}
+        settings["prompts"] = prompts.name
         shown = {
             name: " ".join(command).replace(sys.executable, "python").replace(f"{Path.cwd()}/", "")
             for name, command in wanted.items()

@@ -115,7 +115,7 @@ def test_a_plan(family: Path, paradraft: Paradraft, tmp_path: Path) -> None:
         (["--capacity", 129], "capacity=129"),
         (["--host", "0.0.0.0"], "--api-key-env"),
         (["--vllm-python", "nowhere"], "'nowhere'"),
-        ([], "vLLM is not installed: build/vllm/bin/python does not exist. Run `make vllm`"),
+        ([], "vLLM is not installed: build/vllm/bin/python does not exist, and vllm is neither"),
         (["--engine", "sglang"], "--engine sglang: use one of paradraft, vllm"),
         (["--engine", "paradraft", "--dry-run"], "--dry-run is for --engine vllm"),
         (["--engine", "paradraft", "--tensor-parallel-size", 1], "--tensor-parallel-size is for --engine vllm"),

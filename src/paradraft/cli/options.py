@@ -82,7 +82,8 @@ Threads = Annotated[int | None, option("CPU threads; by default torch's choice."
 VllmPython = Annotated[
     Path | None,
     option(
-        "The Python of vLLM's environment; by default the one that make vllm makes.",
+        "The Python of vLLM's environment; by default the one that make vllm makes, else this one, else that of the "
+        "command vllm in the PATH.",
         section=sections.SERVERS, variable="PARADRAFT_VLLM_PYTHON",
     ),
 ]  # fmt: skip

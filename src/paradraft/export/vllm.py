@@ -4,7 +4,10 @@ does not fit minutes later, or never."""
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,11 @@ from paradraft.text.vocabulary import of_one_family, used_rows
 
 DEFAULT_PYTHON = Path("build/vllm/bin/python")
 """The Python of the environment that `make vllm` creates."""
+MOST_LINE = 4096
+"""Bytes of a path."""
 NOT_INSTALLED = (
-    f"vLLM is not installed: {DEFAULT_PYTHON} does not exist. Run `make vllm`, or name its Python: --vllm-python."
+    f"vLLM is not installed: {DEFAULT_PYTHON} does not exist, and vllm is neither a package of this Python nor in the "
+    "PATH. Run `make vllm`, or name its Python: --vllm-python."
 )
 TAKEN_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
 """A draft model whose name contains one of these is taken by vLLM for a head of that kind, whatever its config says,
@@ -36,14 +42,31 @@ class NeedsExportError(ValueError):
 
 
 def installed_python(named: Path | None) -> Path | None:
-    """The Python of vLLM's environment, by default `DEFAULT_PYTHON`; None if vLLM is not installed.
+    """The Python of vLLM's environment; None if vLLM is not installed.
+
+    Args:
+        named: by the user. By default the first that exists of `DEFAULT_PYTHON`, this process's Python where it has a
+            package vllm, and the Python that runs the command `vllm` of the PATH.
 
     Raises:
         ValueError: the Python that the user named does not exist.
     """
     if named is not None and not named.is_file():
         raise ValueError(f"--vllm-python {str(named)!r}: there is no such file; name the Python of vLLM's environment")
-    return named or (DEFAULT_PYTHON if DEFAULT_PYTHON.is_file() else None)
+    if named is not None or DEFAULT_PYTHON.is_file():
+        return named or DEFAULT_PYTHON
+    return Path(sys.executable) if find_spec("vllm") is not None else _python_of_command()
+
+
+def _python_of_command() -> Path | None:
+    """The Python in the first line of the command `vllm`, as pip writes it."""
+    command = shutil.which("vllm")
+    if command is None:
+        return None
+    with Path(command).open("rb") as script:
+        first = os.fsdecode(script.readline(MOST_LINE)).strip()
+    python = Path(first.removeprefix("#!"))
+    return python if first.startswith("#!") and python.name.startswith("python") and python.is_file() else None
 
 
 def intel_openmp(python: Path) -> dict[str, str]:

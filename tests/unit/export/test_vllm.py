@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,8 +90,26 @@ def test_a_trimmed_draft_is_refused(family: Path, tmp_path: Path, drafter: str) 
 
 
 def test_the_python_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the usual place, which is below the working directory, and a name that is misspelt."""
+    """Guards the usual places, of which the first is below the working directory, and a name that is misspelt."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert installed_python(None) is None
+    command = tmp_path / "bin" / "vllm"
+    command.parent.mkdir()
+    for first, found in (
+        (f"#!{sys.executable}", Path(sys.executable)),
+        (f"#!{tmp_path}/python3", None),
+        ("#!/bin/sh", None),
+        ("\x7fELF", None),
+    ):
+        command.write_text(f"{first}\nimport vllm\n", encoding="utf-8")
+        command.chmod(0o755)
+        assert installed_python(None) == found
+    (tmp_path / "packages" / "vllm").mkdir(parents=True)
+    (tmp_path / "packages" / "vllm" / "__init__.py").touch()
+    with monkeypatch.context() as also:
+        also.syspath_prepend(tmp_path / "packages")
+        assert installed_python(None) == Path(sys.executable)
     assert installed_python(None) is None
     with pytest.raises(ValueError, match="there is no such file"):
         installed_python(tmp_path / "python")

@@ -23,7 +23,7 @@ class VllmProcess(EngineProcess):
     """A vLLM process.
 
     Args:
-        python: the Python of vLLM's environment; None for `DEFAULT_PYTHON`.
+        python: see `installed_python`.
         patience_s: timeout of loading, and of a batch. Compiling takes minutes on a slow CPU.
     """
 
@@ -34,7 +34,7 @@ class VllmProcess(EngineProcess):
     def __init__(
         self, spec: str, python: Path | None, settings: dict[str, Any], target: Target, *, patience_s: float = 1800.0
     ) -> None:
-        python = python or DEFAULT_PYTHON
+        python = installed_python(python) or DEFAULT_PYTHON
         super().__init__(spec, python, settings, target, patience_s=patience_s, environment=intel_openmp(python))
         self._k = (settings["speculative"] or {}).get("num_speculative_tokens", 0)
         self._counts: dict[tuple[object, ...], PeerCounts] = {}

@@ -154,7 +154,7 @@ def _address(args: AuditArgs, report: Callable[[str], None]) -> Iterator[tuple[s
         "--dtype": args.runtime.dtype, "--max-num-seqs": 4,
     }  # fmt: skip
     server = VllmServer(
-        python=args.vllm_python or DEFAULT_PYTHON,
+        python=args.vllm_python or installed_python(None) or DEFAULT_PYTHON,
         target=folder,
         speculative=speculative,
         options=settings,
