@@ -11,11 +11,12 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+
+from paradraft.text.template_limits import check_length, limited
 
 Message = dict[str, Any]
 CLOCK = "strftime_now"
@@ -45,21 +46,22 @@ class ChatTemplate:
 
     def text(self, messages: list[Message], *, ask: bool) -> str:
         """Renders a conversation as text; with `ask`, the generation prompt of the next turn is at its end."""
-        write = partial(self.tokenizer.apply_chat_template, chat_template=self.written)
-        return str(write(messages, tokenize=False, add_generation_prompt=ask, **self.variables))
+        return check_length(str(self._write(messages, tokenize=False, add_generation_prompt=ask)))
 
     def tokens(self, messages: list[Message], *, ask: bool) -> list[int]:
         """Renders a conversation as token ids."""
-        write = partial(self.tokenizer.apply_chat_template, chat_template=self.written)
-        return list(write(messages, return_dict=True, add_generation_prompt=ask, **self.variables)["input_ids"])
+        return list(self._write(messages, return_dict=True, add_generation_prompt=ask)["input_ids"])
 
     def marked(self, messages: list[Message], *, ask: bool) -> tuple[list[int], list[bool]]:
         """Token ids, and for each whether the template marks it as the assistant's."""
-        write = partial(self.tokenizer.apply_chat_template, chat_template=self.written)
-        encoding = write(
-            messages, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=ask, **self.variables
+        encoding = self._write(
+            messages, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=ask
         )
         return list(encoding["input_ids"]), list(map(bool, encoding["assistant_masks"]))
+
+    def _write(self, messages: list[Message], **how: bool) -> Any:
+        with limited():
+            return self.tokenizer.apply_chat_template(messages, chat_template=self.written, **how, **self.variables)
 
 
 def check_variables(variables: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
