@@ -80,6 +80,16 @@ def depths_after(parents_BN: Tensor) -> Tensor:
     return torch.nn.functional.pad(depths(parents_BN) + 1, (1, 0))
 
 
+def depths_of_places(tokens_BN: Tensor, parents_BN: Tensor) -> Tensor:
+    """`depths_after`, but `ABSENT` after absent nodes.
+
+    >>> depths_of_places(torch.tensor([[7, 8], [9, ABSENT]]), torch.tensor([[-1, 0], [-1, 0]])).tolist()
+    [[0, 1, 2], [0, 1, -1]]
+    """
+    is_there_BM = torch.nn.functional.pad(tokens_BN != ABSENT, (1, 0), value=True)
+    return depths_after(parents_BN).masked_fill(~is_there_BM, ABSENT)
+
+
 @_cached
 def is_chain(parents_BN: Tensor) -> bool:
     """Whether every node's parent is the node before it.

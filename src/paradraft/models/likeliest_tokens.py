@@ -16,11 +16,12 @@ def likeliest_after(lm: CausalLM, draft: Draft, logits: Tensor, count: int) -> L
     """The `count` likeliest tokens after the root and after each node of a draft.
 
     Args:
-        logits: `[B, N + 1, V]` of its pass.
+        logits: `[B, N + 1, V]` of its pass; those of absent nodes are not read.
     """
     read, parents = draft.lists
     if lm.is_native and logits.dtype == torch.float32:
-        ids, scores = (values.tolist() for values in likeliest(logits, count, threads=lm.threads))
+        read_BM = torch.nn.functional.pad(draft.tokens, (1, 0))
+        ids, scores = (values.tolist() for values in likeliest(logits, read_BM, count, threads=lm.threads))
     else:
         best, tokens = logits.float().topk(min(count, logits.shape[-1]), dim=-1)
         tokens = tokens.masked_fill(~(best > -torch.inf), ABSENT)

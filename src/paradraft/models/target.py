@@ -20,6 +20,7 @@ from paradraft.parents import depths, logit_rows, parents_of_chains, with_root
 from paradraft.ragged import from_lists, upload
 from paradraft.text.chat_template import end_of_turn
 from paradraft.text.generation_config import end_ids
+from paradraft.tree import ABSENT
 from paradraft.wording import number_of
 
 
@@ -205,6 +206,8 @@ class Target:
         if draft.probes is not None:
             out, probes = forward_with_probes(forward, draft.probes, tokens, parents, rows_BM, self._hidden_layers)
             return TargetOut(logits=out.logits, hidden=out.hidden, probes=probes)
+        if self.lm.is_native:
+            rows_BM = rows_BM.masked_fill(tokens == ABSENT, ABSENT)  # their logits would be written, and read again
         out = forward(tokens, parents, rows_BM, self._hidden_layers)
         likeliest = likeliest_after(self.lm, draft, out.logits, self._likeliest) if self._likeliest else None
         return TargetOut(logits=out.logits, hidden=out.hidden, likeliest=likeliest)

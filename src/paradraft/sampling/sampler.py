@@ -30,6 +30,7 @@ from paradraft.sampling.distribution import (
 )
 from paradraft.sampling.faster import Faster
 from paradraft.sampling.noise import gumbel_noise, seed_of, uniform_numbers, with_noise
+from paradraft.tree import ABSENT
 
 # Purposes of random numbers under the rejection rule, where each must be independent of all others.
 _DRAFT, _ACCEPT, _NEXT = 1, 2, 3
@@ -120,13 +121,14 @@ class Sampler:
         """The token `[B, R]` at each position: argmax of log p plus that position's noise; `INVALID` if p has NaN.
 
         Args:
-            depths_BR: number of drafted tokens between the committed text and each position.
+            depths_BR: number of drafted tokens between the committed text and each position; `ABSENT` for none, of
+                which neither the logits nor the token mean anything.
             paths_BRD: these tokens, padded with `ABSENT`; None without any.
         """
         return self._drawn(self._all_penalized(logits_BRV, paths_BRD), depths_BR)
 
     def _drawn(self, logits_BRV: Tensor, depths_BR: Tensor) -> Tensor:
-        positions_BR = self.lengths_B[:, None] + depths_BR
+        positions_BR = (self.lengths_B[:, None] + depths_BR).masked_fill(depths_BR < 0, ABSENT)
         faster = None if self._faster is None else self._faster.draw(logits_BRV, self._samplings, positions_BR)
         if faster is not None:
             return faster

@@ -54,9 +54,7 @@ class ChatTemplate:
 
     def marked(self, messages: list[Message], *, ask: bool) -> tuple[list[int], list[bool]]:
         """Token ids, and for each whether the template marks it as the assistant's."""
-        encoding = self._write(
-            messages, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=ask
-        )
+        encoding = self._write(messages, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=ask)
         return list(encoding["input_ids"]), list(map(bool, encoding["assistant_masks"]))
 
     def _write(self, messages: list[Message], **how: bool) -> Any:

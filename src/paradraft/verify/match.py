@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from paradraft.core import Draft, Draws, TargetOut, Verdict
-from paradraft.parents import depths_after, logit_rows, texts_before
+from paradraft.parents import depths_of_places, logit_rows, texts_before
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
 
@@ -34,7 +34,7 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     ([[0, 1]], [[5, 6, 9]])
     """
     texts = texts_before(draft.tokens, draft.parents) if sampler.reads_text else None
-    drawn = sampler.draw(out.logits, depths_after(draft.parents), texts).tolist()
+    drawn = sampler.draw(out.logits, depths_of_places(draft.tokens, draft.parents), texts).tolist()
     guesses, parents = draft.lists
     paths = [accepted_path(*row) for row in zip(guesses, parents, drawn, strict=True)]
     last = [own[logit_rows(path)[-1]] for own, path in zip(drawn, paths, strict=True)]

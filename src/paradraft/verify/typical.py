@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 
 from paradraft.core import Draft, Draws, TargetOut, Verdict
-from paradraft.parents import depths_after, logit_rows, texts_before
+from paradraft.parents import depths_of_places, logit_rows, texts_before
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
 
@@ -70,7 +70,7 @@ class Typical:
         is_typical_BN = (p_BN > least_BM.gather(1, parents_BN)) & (draft.tokens != ABSENT)
         rows = zip(draft.lists[1], is_typical_BN.tolist(), p_BN.tolist(), strict=True)
         paths = [longest(*row) for row in rows]
-        drawn = sampler.draw(out.logits, depths_after(draft.parents), texts).tolist()
+        drawn = sampler.draw(out.logits, depths_of_places(draft.tokens, draft.parents), texts).tolist()
         last = [own[logit_rows(path)[-1]] for own, path in zip(drawn, paths, strict=True)]
         return Verdict.of(draft, paths, last)
 

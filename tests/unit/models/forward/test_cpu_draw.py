@@ -58,7 +58,7 @@ def torchs(logits_BRV: Tensor, samplings: list[Sampling], positions_BR: Tensor) 
 
 
 def random_positions(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.randint(0, 10**6, shape, generator=generator)
+    return torch.randint(1, 10**6, shape, generator=generator)
 
 
 @pytest.mark.parametrize("kind", LOGITS)
@@ -135,7 +135,7 @@ def test_a_nucleus_that_rounding_could_enlarge_is_left_to_torch() -> None:
     fifth is if they add up to less than a half. Other winners are decided."""
     logits, sampling = torch.zeros(1, 1, 8), Sampling(temperature=1.0, top_p=0.5, seed=2)
     outcomes = set()
-    for position in range(100):
+    for position in range(1, 101):
         place = torch.tensor([[position]])
         best = int(gumbel_noise(sampling.seed, place, 8).argmax())
         found = draw(logits, [sampling], place, threads=1)
@@ -258,7 +258,7 @@ def test_the_likeliest_are_those_of_a_sort(kind: str, size: int, count: int) -> 
     """Guards chunks that are left out, ends of the vocabulary, ties, tokens that may not be chosen, and strides."""
     generator = torch.Generator().manual_seed(size)
     logits = LOGITS[kind]((2, 6, size), generator)[:, ::2]
-    tokens, best = likeliest(logits, count, threads=2)
+    tokens, best = likeliest(logits, torch.zeros(2, 3, dtype=torch.long), count, threads=2)
     assert tokens.shape == best.shape == (2, 3, count)
     sorted_logits, order = logits.sort(dim=-1, descending=True, stable=True)
     order, sorted_logits = order[..., :count], sorted_logits[..., :count]
@@ -267,10 +267,23 @@ def test_the_likeliest_are_those_of_a_sort(kind: str, size: int, count: int) -> 
     assert bool((tokens[..., size:] == -1).all()) and bool((best[..., size:] == -torch.inf).all())
 
 
+def test_after_absent_tokens_nothing_is_read() -> None:
+    """Guards places without a token, whose logits are not written: of these NaN would make an invalid token."""
+    logits = torch.zeros(1, 3, 600)
+    logits[0, :, 7], logits[0, 1:, 9], logits[0, 2, 11] = 1.0, 2.0, torch.nan
+    tokens, best = likeliest(logits, torch.tensor([[5, -1, -1]]), 2, threads=1)
+    assert tokens.tolist() == [[[7, 0], [-1, -1], [-1, -1]]] and bool(best[0, 1:].eq(-torch.inf).all())
+    for sampling in (Sampling(), Sampling(temperature=0.1)):
+        drawn = draw(logits, [sampling], torch.tensor([[3, -1, -1]]), threads=1)
+        assert drawn is not None and drawn.tolist() == [[7, -1, -1]]
+    sampler = Sampler([Request(tokens=[1, 2])], faster=CpuSampling(threads=1))
+    assert sampler.draw(logits, torch.tensor([[0, -1, -1]])).tolist() == [[7, -1, -1]]
+
+
 def test_of_no_numbers_none_is_likely() -> None:
     """Guards drafters against tokens of a pass that has failed."""
     logits = torch.zeros(1, 3, 600)
     logits[0, 1, 511] = torch.nan
     logits[0, 2] = -torch.inf
-    tokens, _ = likeliest(logits, 2, threads=1)
+    tokens, _ = likeliest(logits, torch.zeros(1, 3, dtype=torch.long), 2, threads=1)
     assert tokens.tolist() == [[[0, 1], [-1, -1], [-1, -1]]]

@@ -121,7 +121,10 @@ def _library() -> ctypes.CDLL | CannotBuildError:
         ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64
     ]  # fmt: skip
     native.largest_probabilities.restype = None
-    native.likeliest_tokens.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 6, *[ctypes.c_void_p] * 2, ctypes.c_int64]
+    native.likeliest_tokens.argtypes = [
+        ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2,
+        ctypes.c_int64,
+    ]  # fmt: skip
     native.likeliest_tokens.restype = None
     native.compact_paths.argtypes = [
         ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2

@@ -31,7 +31,7 @@ def draw(logits_BRV: Tensor, samplings: Sequence[Sampling], positions_BR: Tensor
     Args:
         logits_BRV: after bias, penalties and logits processors, on the CPU.
         samplings: of the rows.
-        positions_BR: of the tokens in their texts.
+        positions_BR: of the tokens in their texts; below 0 the token is `ABSENT`, and its logits are not read.
         threads: most threads.
 
     Returns:
@@ -85,23 +85,26 @@ class CpuSampling:
         return confidence(logits_BRV, samplings, threads=self.threads)
 
 
-def likeliest(logits_BRV: Tensor, count: int, *, threads: int) -> tuple[Tensor, Tensor]:
+def likeliest(logits_BRV: Tensor, read_BR: Tensor, count: int, *, threads: int) -> tuple[Tensor, Tensor]:
     """The likeliest tokens `[B, R, C]` of each position, the best first, and their logits; of equal ones the first id.
 
     `ABSENT` with -inf after the last token whose logit is above -inf, and where logits are NaN.
 
     Args:
         logits_BRV: float32, on the CPU.
+        read_BR: the token before each position; where it is `ABSENT`, so are the likeliest ones.
         count: C, at least 1.
         threads: most threads.
     """
-    (B, R, V), C = logits_BRV.shape, count
+    (B, R, V), C, read_BR = logits_BRV.shape, count, read_BR.contiguous()
+    assert read_BR.shape == (B, R) and read_BR.dtype == torch.long
     logits_BRV = logits_BRV if logits_BRV.stride(2) == 1 else logits_BRV.contiguous()
     tokens_BRC = torch.empty(B, R, C, dtype=torch.long, device="cpu")
     best_BRC = torch.empty(B, R, C, dtype=torch.float32, device="cpu")
     library().likeliest_tokens(
-        logits_BRV.data_ptr(), *logits_BRV.stride()[:2], V, B, R, C, tokens_BRC.data_ptr(), best_BRC.data_ptr(), threads
-    )
+        logits_BRV.data_ptr(), *logits_BRV.stride()[:2], V, read_BR.data_ptr(), B, R, C, tokens_BRC.data_ptr(),
+        best_BRC.data_ptr(), threads,
+    )  # fmt: skip
     return tokens_BRC, best_BRC
 
 

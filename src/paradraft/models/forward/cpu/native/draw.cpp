@@ -85,8 +85,8 @@ class Position {
         return 1.0 / weight(-INFINITY, [](Vector logit, int64_t) { return logit == logit; });
     }
 
-    /// Writes the `count` likeliest tokens, the best first, and their logits; -1 and -inf after the last that may be chosen,
-    /// and where logits are no numbers.
+    /// Writes the `count` likeliest tokens, the best first, and their logits; none after the last that may be chosen, and none
+    /// where logits are no numbers.
     void likeliest_tokens(int64_t count, int64_t* tokens, float* their_logits) {
         std::vector<Scaled> best;
         if (look_through()) {
@@ -101,10 +101,7 @@ class Position {
         auto is_before = [](const Scaled& one, const Scaled& other) { return one.is_before(other); };
         int64_t found = std::min(count, (int64_t)best.size());
         std::partial_sort(best.begin(), best.begin() + found, best.end(), is_before);
-        for (int64_t i = 0; i < count; i++) {
-            tokens[i] = i < found ? best[i].token : ABSENT;
-            their_logits[i] = i < found ? best[i].logit : -INFINITY;
-        }
+        for (int64_t i = 0; i < found; i++) tokens[i] = best[i].token, their_logits[i] = best[i].logit;
     }
 
   private:
@@ -265,14 +262,14 @@ template <class Visit> static void each_place(int64_t rows, int64_t places, int6
 extern "C" {
 
 /// Writes the tokens `[rows, places]` that rows draw at positions `[rows, places]` from logits, whose rows and places lie so
-/// many numbers apart: -2 where logits are no numbers. Returns 0; 1 if roundings could change one.
+/// many numbers apart: -2 where logits are no numbers, -1 at positions below 0. Returns 0; 1 if roundings could change one.
 int64_t draw_tokens(
     const float* logits, int64_t row_stride, int64_t place_stride, int64_t vocabulary, const Choice* choices,
     const int64_t* positions, int64_t rows, int64_t places, int64_t* tokens, int64_t threads
 ) {
     each_place(rows, places, threads, [&](int64_t i) {
         const float* from = logits + i / places * row_stride + i % places * place_stride;
-        tokens[i] = Position(from, vocabulary, choices[i / places], positions[i]).draw();
+        tokens[i] = positions[i] < 0 ? ABSENT : Position(from, vocabulary, choices[i / places], positions[i]).draw();
     });
     int64_t* end = tokens + rows * places;
     return std::find(tokens, end, UNDECIDED) != end;
@@ -290,14 +287,18 @@ void largest_probabilities(
     });
 }
 
-/// Writes the `count` likeliest tokens `[rows, places, count]` and their logits, see `Position::likeliest_tokens`.
+/// Writes the `count` likeliest tokens `[rows, places, count]` and their logits, see `Position::likeliest_tokens`; -1 and
+/// -inf where the token `[rows, places]` that was read is -1.
 void likeliest_tokens(
-    const float* logits, int64_t row_stride, int64_t place_stride, int64_t vocabulary, int64_t rows, int64_t places,
-    int64_t count, int64_t* tokens, float* their_logits, int64_t threads
+    const float* logits, int64_t row_stride, int64_t place_stride, int64_t vocabulary, const int64_t* read, int64_t rows,
+    int64_t places, int64_t count, int64_t* tokens, float* their_logits, int64_t threads
 ) {
     const Choice greedy = {0, 0, 1.0, 0.0f, -INFINITY};
     each_place(rows, places, threads, [&](int64_t i) {
         const float* from = logits + i / places * row_stride + i % places * place_stride;
+        std::fill_n(tokens + i * count, count, ABSENT);
+        std::fill_n(their_logits + i * count, count, -INFINITY);
+        if (read[i] == ABSENT) return;
         Position(from, vocabulary, greedy, 0).likeliest_tokens(count, tokens + i * count, their_logits + i * count);
     });
 }
