@@ -182,30 +182,27 @@ class Generator:
         self._process.communicate()
 
 
-def commands_for_file(load: Load, drafters: Sequence[str], draft: str | None, most: int) -> dict[str, list[str]]:
-    """The servers of a GGUF file by their names, ours first: each without a drafter and with some.
-
-    Args:
-        load: has the target.
-        drafters: of ours, as options of `paradraft serve`.
-        draft: an ordinary draft model of llama.cpp's; None for none.
-        most: most clients.
-    """
+def ours_with(load: Load, drafters: Sequence[str], most: int, *options: str) -> dict[str, list[str]]:
+    """Our servers of a file or folder by their names: without a drafter, and with some, as options of `serve`."""
     ours = [sys.executable, "-m", "paradraft", "serve", "--target", load.target, "--served-model-name", NAME]
-    ours += ["--max-batch", str(most)]
+    ours += ["--max-batch", str(most), *options]
+    found = {"paradraft": [*ours, "--drafter", "none"]}
+    return found | {f"paradraft, {drafter}": [*ours, "--drafter", *drafter.split()] for drafter in drafters}
+
+
+def llama_servers(load: Load, draft: str | None, most: int) -> dict[str, list[str]]:
+    """llama.cpp's servers of a GGUF file by their names: without a draft model, and with one if there is any."""
     theirs = [str(LLAMA_SERVER), "--model", load.target, "--alias", NAME, "--parallel", str(most)]
     theirs += ["--ctx-size", str(ROOM * most), "--threads", str(os.cpu_count()), "--no-cache-prompt"]
     theirs += ["--cache-ram", "0"]
-    found = {"paradraft": [*ours, "--drafter", "none"]}
-    found |= {f"paradraft, {options}": [*ours, "--drafter", *options.split()] for options in drafters}
-    found["llama-server"] = theirs
+    found = {"llama-server": theirs}
     if draft is not None:
         found["llama-server, draft model"] = [*theirs, "--spec-type", "draft-simple", "--model-draft", draft]
     return found
 
 
-def commands(load: Load, draft: str | None, k: int, most: int, dtype: str) -> dict[str, list[str]]:
-    """The servers of a folder by their names, ours first: each without a drafter and with one.
+def vllm_servers(load: Load, draft: str | None, k: int, most: int, dtype: str) -> dict[str, list[str]]:
+    """vLLM's servers of a folder by their names: without a drafter and with one.
 
     Args:
         load: has the target.
@@ -214,9 +211,6 @@ def commands(load: Load, draft: str | None, k: int, most: int, dtype: str) -> di
         most: most clients.
         dtype: of the weights.
     """
-    ours = [sys.executable, "-m", "paradraft", "serve", "--target", load.target, "--served-model-name", NAME]
-    ours += ["--max-batch", str(most), "--dtype", dtype, "-k", str(k)]
-    drafter = ["--drafter", "ngram"] if draft is None else ["--drafter", "pard", "--draft", draft]
     theirs = [str(VLLM_PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", load.target]
     theirs += ["--served-model-name", NAME, "--dtype", dtype, "--max-model-len", str(ROOM), "--max-num-seqs", str(most)]
     theirs += ["--no-enable-prefix-caching"]
@@ -226,9 +220,6 @@ def commands(load: Load, draft: str | None, k: int, most: int, dtype: str) -> di
         else {"method": "draft_model", "model": str(EXPORTED), "parallel_drafting": True}
     )
     return {
-        "paradraft": ours,
-        "paradraft, drafter": [*ours, *drafter],
-        "paradraft, drafter, --lengths expected": [*ours, *drafter, "--lengths", "expected"],
         "vllm": theirs,
         "vllm, drafter": [
             *theirs, "--speculative-config", json.dumps(speculative | {"num_speculative_tokens": k}),
@@ -294,7 +285,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="folder with the tokenizer of a file")
     parser.add_argument("--prompts", type=Path, default=CHATS, help="questions for a file or a folder")
     parser.add_argument(
-        "--drafters", default="auto", help="of ours for a file, with ; between them, as 'pard --draft D'"
+        "--drafters", default="auto", help="of ours for a file or a folder, with ; between them, as 'pard --draft D'"
     )
     parser.add_argument("--draft", help="draft model of llama-server")
     parser.add_argument("--k", "-k", type=int, default=4)
@@ -324,10 +315,14 @@ def main() -> None:
         target=target, tokenizer=given.tokenizer or target, prompts=prompts, is_chat=bool(given.target),
         tokens=given.tokens, temperature=given.temperature, requests=given.requests,
     )  # fmt: skip
+    most = max(clients)
     if target.endswith(".gguf"):
-        wanted = commands_for_file(load, given.drafters.split(";"), given.draft, max(clients))
+        wanted = ours_with(load, given.drafters.split(";"), most) | llama_servers(load, given.draft, most)
     else:
-        wanted = commands(load, draft, given.k, max(clients), given.dtype)
+        drafter = "ngram" if draft is None else f"pard --draft {draft}"
+        drafters = given.drafters.split(";") if given.target else [drafter, f"{drafter} --lengths expected"]
+        wanted = ours_with(load, drafters, most, "--dtype", given.dtype, "-k", str(given.k))
+        wanted |= vllm_servers(load, draft, given.k, most, given.dtype)
     if given.only:
         wanted = {name: wanted[name] for name in given.only.split(";")}
     turns: dict[str, dict[int, list[dict[str, Any]]]] = {name: {number: [] for number in clients} for name in wanted}
@@ -342,7 +337,7 @@ def main() -> None:
         stack.callback(generator.end)
         for server in servers.values():  # all shapes of passes are met once
             for number in (max(clients), 1):
-                generator.turn(server, load, number, 2 * number)
+                generator.turn(server, load, number, number)
         for number in clients:
             # Few clients are slow: as many requests as make a turn of about the same length.
             requests = max(given.requests * number, 8)
