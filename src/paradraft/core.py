@@ -328,6 +328,10 @@ class Drafter:
         """
         raise NotImplementedError
 
+    def catch_up(self, rows: Sequence[int], most: int) -> dict[int, int]:
+        """Reads up to `most` tokens of long texts, instead of drafting; returns these of `rows`, with what is left."""
+        return {}
+
     def commit(self, new: Committed) -> None:
         """Adds the committed tokens of a round."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paradraft.core import INVALID, Draft, Drafter, Drafting, RequestError, TargetOut, Verdict
+from paradraft.decode.compaction import rows_without, should_compact
 from paradraft.decode.generation import NOT_NUMBERS, Generation
 from paradraft.decode.lengths.draft_length import LengthPolicy
 from paradraft.decode.logprobs import TokenLogprobs, logprobs_of
@@ -78,6 +79,8 @@ class Batch:
         self._keeps_finished = keeps_finished
         self._start_number = 0
         self._most: list[int] = []
+        self._behind: dict[int, int] = {}
+        """Rows whose drafter read in this round instead, with what is left."""
         self._along = 0
 
     @property
@@ -187,14 +190,14 @@ class Batch:
             draft_s=seconds.get("draft", 0.0), verify_s=seconds["verify"],
             other_s=seconds.get("other", 0.0),  # of the previous round
         )  # fmt: skip
-        self.lengths.observe(output, None if read else time)
+        self.lengths.observe(output, None if read or self._behind else time)
         self.clock.count(output)
         if read:
             self.prefill.pace.read_along(read, time.total_s)
             self.clock.lap("other")
             self._admit_read()
             self.clock.lap("prefill")
-        else:
+        elif not self._behind:
             self.prefill.pace.decode(time.total_s)
         if self.is_finished and not self.prefill.generations:
             self._save(self.generations)
@@ -246,12 +249,23 @@ class Batch:
 
         A tree with a budget changes its shape if it is drafted shallower, so it is drafted whole and trimmed later.
         """
-        pairs = zip(self.lengths.next(), self.generations, strict=True)
+        lengths = self.lengths.next()
         self.drafter.worth = self.lengths.worth
-        self._most = [min(length, generation.draftable) for length, generation in pairs]
+        self._behind = self._catch_up([row for row, length in enumerate(lengths) if length])
+        self.lengths.postpone(self._behind)
+        rows = enumerate(zip(lengths, self.generations, strict=True))
+        self._most = [0 if row in self._behind else min(most, text.draftable) for row, (most, text) in rows]
         tree = self.drafting.tree
         is_grown = tree is not None and tree.budget is not None
         return [self.lengths.k if most else 0 for most in self._most] if is_grown else self._most
+
+    def _catch_up(self, rows: list[int]) -> dict[int, int]:
+        """Lets the drafter read a piece of a long text, where streams would wait for the whole, and where times may
+        decide when a row drafts."""
+        running = [text for text in self.generations if not text.is_over]
+        if not self.lengths.runs_plain or len(running) < 2 or not any(text.is_watched for text in running):
+            return {}
+        return self.drafter.catch_up(rows, self.prefill.pace.most)
 
     def trim(self, draft: Draft) -> Draft:
         """Removes nodes that the policy does not verify, and nodes below the largest depth of their row."""
@@ -323,24 +337,3 @@ def run(batch: Batch, generations: Sequence[Generation]) -> Iterator[RoundOutput
             if generation.error is not None:
                 batch.clear()
                 raise generation.error
-
-
-def should_compact(finished: int, rows: int) -> bool:
-    """Whether enough rows have finished for compaction to pay.
-
-    >>> should_compact(3, 16), should_compact(4, 16), should_compact(0, 2)
-    (False, True, False)
-    """
-    return finished * 4 >= rows
-
-
-def rows_without(holes: Collection[int], rows: int) -> list[int]:
-    """Row order of a compaction: the last rows fill the holes, and all others stay.
-
-    >>> rows_without([1, 4], 5)
-    [0, 3, 2]
-    """
-    leaving = set(holes)
-    staying = [row for row in range(rows) if row not in leaving]
-    last = staying[::-1]
-    return [row if row not in leaving else last.pop(0) for row in range(len(staying))]

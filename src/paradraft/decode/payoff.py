@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -235,6 +235,10 @@ class Compared:
         wanted = self.policy.next()
         self._requested = [0] * len(wanted) if self._left else wanted
         return self._requested
+
+    def postpone(self, unread: Mapping[int, int]) -> None:
+        """See `LengthPolicy`."""
+        self.policy.postpone(unread)
 
     def cut(self, draft: Draft) -> Draft:
         """See `LengthPolicy`."""

@@ -53,6 +53,10 @@ class PardDrafter(ModelDrafter):
         self.masks = masks
         self.reserved_tokens = tuple(range(mask_id, mask_id + masks))
 
+    def catch_up(self, rows: Sequence[int], most: int) -> dict[int, int]:
+        """See `Drafter`."""
+        return self._pending.catch_up(rows, most)
+
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Reads [pending tokens, mask × (k - 1)] and draws all k tokens; skips rows of length 0.
 

@@ -1,8 +1,8 @@
 """Predicts the speed of a way to draft from the time of its rounds and the number of rounds that its answers need.
 
 Rows of a batch step together, and answers need different numbers of rounds, so a batch takes as long as its slowest
-answer. Finished rows leave by the loop's own compaction rule (`decode.batch.should_compact`), and the smaller batch has
-the costs of its size, interpolated linearly between the measured sizes.
+answer. Finished rows leave by the loop's own compaction rule (`decode.compaction.should_compact`), and the smaller
+batch has the costs of its size, interpolated linearly between the measured sizes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paradraft.decode.batch import should_compact
+from paradraft.decode.compaction import should_compact
 from paradraft.plan.costs import Costs
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paradraft.decode.batch import Batch, rows_without, run, should_compact
+from paradraft.decode.batch import Batch, run
+from paradraft.decode.compaction import rows_without, should_compact
 from paradraft.decode.generation import Generation
 from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.drafters.none import NoDrafter

@@ -8,7 +8,7 @@ depending on its own tokens would bias the text.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -31,7 +31,7 @@ class LengthPolicy(Protocol):
     wants_confidence: bool
     """Whether `cut` uses the drafter's confidence."""
     runs_plain: bool
-    """Whether it runs plain rounds now and then, to compare."""
+    """Whether times decide when a row drafts, so that it runs plain rounds now and then, to compare."""
 
     @property
     def worth(self) -> Worth:
@@ -51,6 +51,9 @@ class LengthPolicy(Protocol):
 
     def next(self) -> list[int]:
         """Largest draft depth of each row in the next round, at most `k`; 0 decodes plainly."""
+
+    def postpone(self, unread: Mapping[int, int]) -> None:
+        """Takes back the lengths of rows whose drafter reads in this round; by row, the tokens that it then has not."""
 
     def cut(self, draft: Draft) -> Draft:
         """Removes nodes that are not worth verifying."""
@@ -84,6 +87,9 @@ class Fixed:
     def next(self) -> list[int]:
         """The same for every row."""
         return [self.k] * self._rows
+
+    def postpone(self, unread: Mapping[int, int]) -> None:
+        """Does nothing: only policies that depend on times are asked."""
 
     def cut(self, draft: Draft) -> Draft:
         """Returns the draft unchanged."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -160,6 +160,13 @@ class Expected:
             self._try = tuple(most if row == tried_row else before for row, before in enumerate(plan.nodes))
             is_long = is_early or not self._costs.knows_drafts or trial % 8 == 0
             self._rounds_of_try = 2 if is_long else 1
+
+    def postpone(self, unread: Mapping[int, int]) -> None:
+        """See `LengthPolicy`; what a trial reads is time lost."""
+        for row, left in unread.items():
+            if self._try is not None:
+                self._lost_s += self._costs.reading_s() * max(self._unread[row] - left, 0)
+            self._unread[row], self._requested[row] = left, 0
 
     def cut(self, draft: Draft) -> Draft:
         """Removes the last nodes of a tree, which are not worth their time."""

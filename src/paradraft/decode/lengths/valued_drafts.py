@@ -6,7 +6,7 @@ chance of each node (`Draft.values`) knows more: it may be sure of eight tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -166,6 +166,9 @@ class ValuedDrafts:
     @property
     def _is_early(self) -> bool:
         return self._trials < self.EARLY and self._since_trial >= self.SOON
+
+    def postpone(self, unread: Mapping[int, int]) -> None:
+        """Does nothing: drafters with values have read what was committed."""
 
     def cut(self, draft: Draft) -> Draft:
         """Removes the nodes that are not worth their time."""

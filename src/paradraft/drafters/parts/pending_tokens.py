@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -32,6 +32,18 @@ class PendingTokens:
     def of(self, lengths: Sequence[int]) -> list[list[int]]:
         """The tokens of the rows that draft; none of the others."""
         return [row if length else [] for row, length in zip(self.rows, lengths, strict=True)]
+
+    def catch_up(self, rows: Iterable[int], most: int) -> dict[int, int]:
+        """Reads up to `most` tokens of those of `rows` that have more pending; returns these, with what is left."""
+        pieces: list[list[int]] = [[] for _ in self.rows]
+        behind = [row for row in rows if len(self.rows[row]) > most]
+        for row in behind:
+            count = min(most, len(self.rows[row]) - 1)
+            most -= count
+            pieces[row], self.rows[row] = self.rows[row][: count + 1], self.rows[row][count:]
+        if behind:
+            self._lm.prefill(pieces)
+        return {row: len(self.rows[row]) for row in behind}
 
     def drop(self, lengths: Sequence[int]) -> None:
         """Removes the tokens of the rows that have drafted."""

@@ -277,6 +277,28 @@ def tree_round(asked: list[int], chances: Sequence[float], chooser: random.Rando
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("pieces", [0, 3, 40])
+def test_a_row_that_reads_first_drafts_later(pieces: int) -> None:
+    """Guards long texts: rounds in which their drafter reads must not count as drafts that were refused."""
+    policy = Expected(8)
+    simulated = Simulated(policy, 2, flat, one_pass)
+    simulated.run(200, [0.9, 0.9])
+    policy.join(requests([[1] * 500]))
+    simulated.rows = 3
+    asked_to_read = 0
+    while asked_to_read < pieces:
+        asked = list(policy.next())
+        drafted = [*asked[:2], 0]
+        if asked[2]:
+            asked_to_read += 1
+            policy.postpone({2: 500 - 500 * asked_to_read // pieces})
+        time = None if asked[2] else RoundTime(draft_s=0.0, verify_s=1.0, other_s=0.0)
+        policy.observe(round_of(drafted, drafted), time)
+    simulated.asked.clear()
+    simulated.run(300, [0.9, 0.9, 0.9])
+    assert sum(asked[2] > 0 for asked in simulated.asked[-100:]) > 90
+
+
 @pytest.mark.parametrize(("token_s", "best"), [(0.001, range(6, 9)), (0.08, range(1, 4)), (0.5, range(1))])
 def test_a_tree_has_as_many_nodes_as_pay(token_s: float, best: range) -> None:
     """Guards the budget of trees: nodes are worth what they add, so an expensive target gets the first ones and one
