@@ -1,10 +1,11 @@
 """Documents and examples say what the code does.
 
-Three conventions for code blocks in README.md, CONTRIBUTING.md and docs/:
+Four conventions for code blocks in README.md, CONTRIBUTING.md and docs/:
 
 - ```` ```python run ````: executed; the blocks of a document share their names. Blocks with `>>>` run as doctests.
   A block with the word "pocket" needs the shipped models.
 - ```` ```python from PATH ````: an excerpt; it stands in that file, literally. A line `...` leaves lines out.
+- ```` ```yaml ````: a recipe of a training; ```` ```yaml for SERVER ```` is a file of another server.
 - any other block is only read.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import re
 import shutil
 import sys
@@ -28,6 +30,7 @@ from paradraft.drafters import drafter_names
 from paradraft.engine.engine import Engine
 from paradraft.engine.loader import load
 from paradraft.engine.speculation import Speculation
+from paradraft.export.engines import vllm_fixed
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.train.drafters.pard_recipe import PardRecipe
@@ -42,6 +45,7 @@ LINK = re.compile(r"\[[^\]]*\]\((?!https?:|mailto:)(?P<file>[^)#\s]*)(?:#(?P<anc
 PATH = re.compile(r"`(?P<path>[\w.-]+(?:/[\w.-]+)+\.(?:py|md|toml|yaml))`")
 PLACEHOLDER = re.compile(r"\bTBD\b|(?<!`)\b(?!Q\d_K_[SML]\b)[A-Z][A-Z0-9]*_[A-Z_]+\b(?![^`\n]*`)")
 """What looks like a name to be filled in, but for types of GGUF files."""
+OTHERS = "yaml for "
 PLACES = (ROOT, ROOT / "src" / "paradraft", ROOT / "docs")
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -199,11 +203,22 @@ def test_recipes_in_documents_are_recipes() -> None:
         (document.name, yaml.safe_load(text))
         for document in DOCUMENTS
         for tag, text in blocks(document)
-        if tag.startswith("yaml")
+        if tag.startswith("yaml") and not tag.startswith(OTHERS)
     ]
     assert "training.md" in {name for name, _ in found}
     for _, recipe in found:
         PardRecipe.model_validate(recipe)
+
+
+def test_settings_of_other_servers_are_those_of_the_engine() -> None:
+    """Guards files for Ray Serve and llm-d: their speculative configuration is the one that the page has for vLLM."""
+    (serving,) = (document for document in DOCUMENTS if document.name == "serving.md")
+    ray, llm_d = (yaml.safe_load(text) for tag, text in blocks(serving) if tag.startswith(OTHERS))
+    (config,) = ray["applications"][0]["args"]["llm_configs"]
+    (argument,) = (word for word in llm_d["args"] if word.startswith("--speculative-config="))
+    assert config["engine_kwargs"]["speculative_config"] == json.loads(argument.partition("=")[2])
+    chain = vllm_fixed(8, "pard", "/models/for-vllm")
+    assert config["engine_kwargs"]["speculative_config"] == chain
 
 
 def test_scripts_of_the_pocket_family_can_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

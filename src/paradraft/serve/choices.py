@@ -121,7 +121,7 @@ def choices_of(
     k = 0 if request.speculation == "off" else request.speculation
     try:
         rows = [request.tokens(prompt, engine) for prompt in prompts]
-        limits = [_limit(request, len(tokens), service) for tokens in rows]
+        limits = [limit_of(request, len(tokens), service) for tokens in rows]
         for tokens, limit in zip(rows, limits, strict=True):
             for index in range(request.n):
                 grammar = None
@@ -168,8 +168,8 @@ def _sampling(request: ApiRequest, index: int, grammar: Grammar | None) -> Sampl
     )
 
 
-def _limit(request: ApiRequest, prompt: int, service: Service) -> int:
-    """Most tokens of an answer to a prompt of `prompt` tokens."""
+def limit_of(request: ApiRequest, prompt: int, service: Service) -> int:
+    """Most tokens of an answer to a prompt of `prompt` tokens; raises ApiError if the request wants more."""
     capacity, most, name = service.engine.target.capacity, service.limits.max_new_tokens, request.limit_name
     limit, room = getattr(request, name), capacity - prompt
     code = "context_length_exceeded"

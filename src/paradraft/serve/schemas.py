@@ -31,21 +31,29 @@ if TYPE_CHECKING:
 NOT_SERVED: dict[str, tuple[object, ...]] = {
     "audio": (),
     "best_of": (1,),
+    "continue_final_message": (False,),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
+    "ignore_eos": (False,),
     "modalities": (["text"],),
+    "no_stop_trim": (False,),
     "parallel_tool_calls": (True, False),
     "reasoning_effort": (),
+    "return_hidden_states": (False,),
+    "skip_special_tokens": (True,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
-"""OpenAI's parameters that are not served, by one kind of request or by both, and their neutral values, which are
-accepted."""
-IGNORED = ("metadata", "prediction", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
+"""Parameters of OpenAI, or of vLLM's router, which writes them all, that are not served by one kind of request or by
+both, and their neutral values, which are accepted."""
+IGNORED = (
+    "include_reasoning", "metadata", "prediction", "prompt_cache_key", "safety_identifier", "separate_reasoning",
+    "service_tier", "store", "stream_reasoning", "user",
+)  # fmt: skip
 """Parameters that change no text: they are accepted, and the answer names them in the header `IGNORED_HEADER`."""
 IGNORED_HEADER = "X-Paradraft-Ignored"
 MOST_STOPS = 4

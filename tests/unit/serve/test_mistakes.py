@@ -169,6 +169,23 @@ def test_what_changes_nothing_is_taken(running: Serving) -> None:
     assert running.post(CHAT, {"messages": history, "max_tokens": 2} | harmless).status_code == 200
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_what_a_router_adds_is_accepted(running: Serving, path: str) -> None:
+    """Guards vLLM's router, which writes a request anew with all parameters that it knows (0.1.17)."""
+    added = {
+        "echo": False, "no_stop_trim": False, "ignore_eos": False, "skip_special_tokens": True, "logprobs": False,
+        "return_hidden_states": False, "continue_final_message": False, "separate_reasoning": True,
+        "stream_reasoning": True, "include_reasoning": True, "stream": False,
+    }  # fmt: skip
+    asked = {"prompt": "a"} if path == TEXT else {"messages": [{"role": "user", "content": "a"}]}
+    added.pop("logprobs" if path == TEXT else "echo")
+    found = running.post(path, asked | added | {"max_tokens": 2})
+    assert found.status_code == 200, found.text
+    assert found.headers["X-Paradraft-Ignored"] == "include_reasoning, separate_reasoning, stream_reasoning"
+    refused = running.post(path, asked | {"no_stop_trim": True})
+    assert refused.status_code == 400 and "no_stop_trim is not served" in refused.text
+
+
 def test_whole_numbers_with_a_point(running: Serving) -> None:
     """Guards numbers that some languages write so: in JSON 5.0 is 5, and an id of a token too."""
     body = b'{"prompt": [5.0, 6e0], "max_tokens": 4.0, "n": 2.0, "seed": 3.0, "logit_bias": {"0": -1e2}}'
