@@ -96,7 +96,9 @@ def tokens_of(target: Target, prompt: object, name: str = "the prompt") -> list[
     """Token ids of a prompt; raises ValueError, naming the prompt `name`, unless it is a text or token ids."""
     prompt = _plain(prompt)
     if isinstance(prompt, list):
-        return _token_ids(prompt, name)
+        tokens = _token_ids(prompt, name)
+        _check_ids(tokens, target, name)
+        return tokens
     if not isinstance(prompt, str):
         chats = ", or engine.chat for messages" if isinstance(prompt, dict) else ""
         raise ValueError(f"{name} is {one_line(prompt)}: use a text, or a list of token ids such as [17, 4]{chats}")
@@ -126,9 +128,7 @@ def _check(tokens: list[int], limit: int, sampling: Sampling, target: Target, na
         raise ValueError(f"{name} is empty: give at least one token")
     if limit < 1:
         raise ValueError(f"max_new_tokens={limit}: ask for at least 1")
-    unknown = next((token for token in tokens if not 0 <= token < vocab_size), None)
-    if unknown is not None:
-        raise ValueError(f"{name} has the token id {unknown}: use 0 to {vocab_size - 1}")
+    _check_ids(tokens, target, name)
     if biases and max(biases) >= vocab_size:
         raise ValueError(f"logit_bias: {max(biases)} is not among the {vocab_size} token ids")
     if sum(bias == -math.inf for bias in biases.values()) >= vocab_size - 1:
@@ -138,6 +138,13 @@ def _check(tokens: list[int], limit: int, sampling: Sampling, target: Target, na
             f"{name} has {number_of(len(tokens), 'token')} and {limit} are asked for, but the model has room "
             f"for {target.capacity}: shorten the prompt or lower max_new_tokens"
         )
+
+
+def _check_ids(tokens: list[int], target: Target, name: str) -> None:
+    most = target.lm.vocab_size - 1
+    unknown = next((token for token in tokens if not 0 <= token <= most), None)
+    if unknown is not None:
+        raise ValueError(f"{name} has the token id {unknown}: use 0 to {most}")
 
 
 def _each(name: str, value: object, checked: Callable[[object], _T], count: int) -> list[_T]:

@@ -16,7 +16,7 @@ from paradraft.engine.request import MOST_LOGPROBS
 from paradraft.errors import one_line
 from paradraft.serve.exchange import ApiError
 from paradraft.serve.grammar import CallGrammar
-from paradraft.serve.json_schema import COUNT, NULL, NULLS, NUMBER, STRING, list_of, object_of, or_null
+from paradraft.serve.json_schema import COUNT, NULL, NULLS, NUMBER, STRING, list_of, nullable, object_of, or_null
 from paradraft.serve.schemas import LEAST, STRICT, ApiRequest
 from paradraft.serve.tools import BEGIN, END, NamedTool, Tool, ToolCall, call_grammar
 from paradraft.text.chat_template import ask_tokens, names, template_of
@@ -50,9 +50,9 @@ class Message(BaseModel):
         str | list[dict[str, Any]] | None, WithJsonSchema({"anyOf": [STRING, list_of(TEXT_PART, minItems=1)]})
     ] = None
     name: str | None = None
-    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_calls: list[ToolCall] = Field(default_factory=list, json_schema_extra=nullable)
     tool_call_id: str | None = None
-    annotations: list[Any] = Field(default_factory=list)
+    annotations: list[Any] = Field(default_factory=list, json_schema_extra=nullable)
 
     @property
     def for_template(self) -> dict[str, Any]:

@@ -109,6 +109,33 @@ class Choice:
             }
 
 
+def prompt_of(request: ApiRequest, prompt: Any, service: Service) -> list[int]:
+    """Token ids of a prompt, which may be longer than the context.
+
+    Raises:
+        ApiError: as `choices_of`, for the settings of the request too.
+    """
+    try:
+        tokens = request.tokens(prompt, service.engine)
+        _chunks(request, tokens[:1], _limit(request, 1, service), service, 0, None)  # checks all settings
+        return tokens
+    except ValueError as error:
+        raise mistake(error, request) from None
+
+
+def _chunks(
+    request: ApiRequest, tokens: list[int], limit: int, service: Service, index: int, grammar: Grammar | None
+) -> AsyncGenerator[Chunk, None]:
+    return service.engine.astream(
+        tokens,
+        max_new_tokens=limit,
+        sampling=_sampling(request, index, grammar),
+        stop=request.stops,
+        k=0 if request.speculation == "off" else request.speculation,
+        logprobs=request.most_logprobs,
+    )
+
+
 def choices_of(
     request: ApiRequest, prompts: Sequence[Any], service: Service, matcher: LLMatcher | None
 ) -> list[Choice]:
@@ -117,24 +144,16 @@ def choices_of(
     Raises:
         ApiError: a parameter or a prompt is wrong, or an answer exceeds the context.
     """
-    engine, choices = service.engine, list[Choice]()
-    k = 0 if request.speculation == "off" else request.speculation
+    choices = list[Choice]()
     try:
-        rows = [request.tokens(prompt, engine) for prompt in prompts]
-        limits = [limit_of(request, len(tokens), service) for tokens in rows]
+        rows = [request.tokens(prompt, service.engine) for prompt in prompts]
+        limits = [_limit(request, len(tokens), service) for tokens in rows]
         for tokens, limit in zip(rows, limits, strict=True):
             for index in range(request.n):
                 grammar = None
                 if matcher is not None:
                     grammar = service.grammars.grammar(matcher, prompt=len(tokens), is_compact=request.is_compact)
-                chunks = engine.astream(
-                    tokens,
-                    max_new_tokens=limit,
-                    sampling=_sampling(request, index, grammar),
-                    stop=request.stops,
-                    k=k,
-                    logprobs=request.most_logprobs,
-                )
+                chunks = _chunks(request, tokens, limit, service, index, grammar)
                 reader = CallReader(request.function_names) if request.function_names else None
                 choices.append(Choice(index=len(choices), prompt=tokens, chunks=chunks, grammar=grammar, reader=reader))
     except ValueError as error:
@@ -168,7 +187,7 @@ def _sampling(request: ApiRequest, index: int, grammar: Grammar | None) -> Sampl
     )
 
 
-def limit_of(request: ApiRequest, prompt: int, service: Service) -> int:
+def _limit(request: ApiRequest, prompt: int, service: Service) -> int:
     """Most tokens of an answer to a prompt of `prompt` tokens; raises ApiError if the request wants more."""
     capacity, most, name = service.engine.target.capacity, service.limits.max_new_tokens, request.limit_name
     limit, room = getattr(request, name), capacity - prompt

@@ -22,7 +22,7 @@ from paradraft.engine.answers import Chunk
 from paradraft.errors import one_line
 from paradraft.serve.admission import ending
 from paradraft.serve.chat import ChatCompletionRequest
-from paradraft.serve.choices import Choice, Service, choices_of, decoded, limit_of, mistake
+from paradraft.serve.choices import Choice, Service, choices_of, decoded, mistake, prompt_of
 from paradraft.serve.completions import CompletionRequest
 from paradraft.serve.exchange import DONE, ApiError, ClientGoneError, Exchange, event
 from paradraft.serve.schemas import ApiRequest, read
@@ -72,11 +72,7 @@ class TokenizeReply(EngineReply):
         exchange.headers = request.headers
         if len(prompts) > 1:
             raise ApiError(400, f"{request.prompts_name}: {len(prompts)} prompts, send one", param=request.prompts_name)
-        try:
-            limit_of(request, 1, service)
-            tokens = await asyncio.to_thread(request.tokens, prompts[0], service.engine)
-        except ValueError as error:
-            raise mistake(error, request) from None
+        tokens = await asyncio.to_thread(prompt_of, request, prompts[0], service)
         most = service.engine.target.capacity
         await exchange.reply({"tokens": tokens, "count": len(tokens), "max_model_len": most})
 

@@ -15,6 +15,11 @@ NUMBER: JsonDict = {"type": "number"}
 COUNT: JsonDict = {"type": "integer", "minimum": 0}
 
 
+def nullable(schema: JsonDict) -> None:
+    """Lets a field of one type be null, for `Field(json_schema_extra=nullable)`."""
+    schema["type"] = [schema["type"], "null"]
+
+
 def list_of(items: Mapping[str, Any], **more: object) -> dict[str, Any]:
     """JSON schema of an array."""
     return {"type": "array", "items": items, **more}

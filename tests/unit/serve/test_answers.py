@@ -313,7 +313,8 @@ def test_tokens_of_a_prompt(engine: Engine, running: Serving) -> None:
         assert tokens is None or found["tokens"] == tokens
     assert running.post("/tokenize", {"prompt": "a", "user": "me"}).headers["X-Paradraft-Ignored"] == "user"
     for body, status in (
-        ({"prompt": ["a", "b"]}, 400), ({"prompt": "a", "max_tokens": 101}, 400), ({}, 400),
+        ({"prompt": ["a", "b"]}, 400), ({"prompt": [-1]}, 400), ({"prompt": "a", "speculation": 99}, 400),
+        ({"prompt": "a", "max_tokens": 101}, 400), ({}, 400),
         ({"prompt": "a", "model": "other"}, 404), ({"messages": []}, 400),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, 400),
     ):  # fmt: skip
