@@ -105,6 +105,13 @@ class Admission:
         finally:
             self._bytes -= size
 
+    def check(self, answers: int) -> int:
+        """Most answers that may be decoded or wait; raises ApiError if a request asks for more."""
+        most = self._limits.max_batch + self._limits.max_queue
+        if answers > most:
+            raise ApiError(400, f"the request asks for {answers} answers, and at most {most} may wait: ask for fewer")
+        return most
+
     @contextmanager
     def reserve(self, answers: int) -> Iterator[Reservation]:
         """Reserves a queue slot for each answer of a request.
@@ -112,9 +119,7 @@ class Admission:
         Raises:
             ApiError: the queue is full.
         """
-        most = self._limits.max_batch + self._limits.max_queue
-        if answers > most:
-            raise ApiError(400, f"the request asks for {answers} answers, and at most {most} may wait: ask for fewer")
+        most = self.check(answers)
         if self.running + self.waiting + answers > most:
             message = f"{self.running} answers are decoded and {self.waiting} wait: try again later"
             raise ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})

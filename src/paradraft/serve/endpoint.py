@@ -72,6 +72,7 @@ class TokenizeReply(EngineReply):
         exchange.headers = request.headers
         if len(prompts) > 1:
             raise ApiError(400, f"{request.prompts_name}: {len(prompts)} prompts, send one", param=request.prompts_name)
+        service.admission.check(request.n)
         tokens = await asyncio.to_thread(prompt_of, request, prompts[0], service)
         most = service.engine.target.capacity
         await exchange.reply({"tokens": tokens, "count": len(tokens), "max_model_len": most})
