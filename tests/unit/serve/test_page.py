@@ -22,7 +22,7 @@ def test_nothing_comes_from_elsewhere(running: Serving) -> None:
     """Guards whoever opens the page: it needs no other server, and may reach none."""
     found = httpx2.get(running.url)
     assert found.headers["content-type"].startswith("text/html")
-    assert not re.search(r"src=|@import|url\(|{{", found.text)
+    assert not re.search(r"https?://|src=|@import|url\(|{{", found.text)
     policy = found.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy
 
