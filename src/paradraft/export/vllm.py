@@ -58,6 +58,11 @@ def installed_python(named: Path | None) -> Path | None:
     return Path(sys.executable) if find_spec("vllm") is not None else _python_of_command()
 
 
+def python_to_run(named: Path | None) -> Path:
+    """The Python that is to run vLLM, also where it is not installed: named by the user, see `installed_python`."""
+    return named or installed_python(None) or DEFAULT_PYTHON
+
+
 def _python_of_command() -> Path | None:
     """The Python in the first line of the command `vllm`, as pip writes it."""
     command = shutil.which("vllm")

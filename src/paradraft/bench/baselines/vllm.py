@@ -12,7 +12,7 @@ from paradraft.bench.baselines import is_vllm, vllm_worker
 from paradraft.bench.baselines.process import EngineProcess, without_engine
 from paradraft.bench.result import BatchResult, PeerCounts
 from paradraft.bench.spec import Method
-from paradraft.export.vllm import DEFAULT_PYTHON, NOT_INSTALLED, installed_python, intel_openmp, speculative_config
+from paradraft.export.vllm import NOT_INSTALLED, installed_python, intel_openmp, python_to_run, speculative_config
 from paradraft.models.runtime import QUANTIZED, Runtime
 from paradraft.models.target import Target
 from paradraft.sampling_params import Sampling
@@ -23,7 +23,7 @@ class VllmProcess(EngineProcess):
     """A vLLM process.
 
     Args:
-        python: see `installed_python`.
+        python: see `python_to_run`.
         patience_s: timeout of loading, and of a batch. Compiling takes minutes on a slow CPU.
     """
 
@@ -34,7 +34,7 @@ class VllmProcess(EngineProcess):
     def __init__(
         self, spec: str, python: Path | None, settings: dict[str, Any], target: Target, *, patience_s: float = 1800.0
     ) -> None:
-        python = installed_python(python) or DEFAULT_PYTHON
+        python = python_to_run(python)
         super().__init__(spec, python, settings, target, patience_s=patience_s, environment=intel_openmp(python))
         self._k = (settings["speculative"] or {}).get("num_speculative_tokens", 0)
         self._counts: dict[tuple[object, ...], PeerCounts] = {}

@@ -14,7 +14,7 @@ from paradraft.cli.terminal import console
 from paradraft.cli.values import key_in
 from paradraft.engine.speculation import Speculation
 from paradraft.export.handoff import VLLM
-from paradraft.export.vllm import DEFAULT_PYTHON, NOT_INSTALLED, installed_python, speculative_config
+from paradraft.export.vllm import NOT_INSTALLED, installed_python, python_to_run, speculative_config
 from paradraft.formats.pard import declared_mask_id
 from paradraft.serve.vllm import VllmServer
 from paradraft.sources.loading import (
@@ -154,7 +154,7 @@ def _address(args: AuditArgs, report: Callable[[str], None]) -> Iterator[tuple[s
         "--dtype": args.runtime.dtype, "--max-num-seqs": 4,
     }  # fmt: skip
     server = VllmServer(
-        python=args.vllm_python or installed_python(None) or DEFAULT_PYTHON,
+        python=python_to_run(args.vllm_python),
         target=folder,
         speculative=speculative,
         options=settings,

@@ -13,7 +13,7 @@ import typer
 
 from paradraft.cli.ignored import given, refuse, warn_ignored, without_drafter
 from paradraft.engine.automatic import drafter_of
-from paradraft.export.vllm import DEFAULT_PYTHON, installed_python, speculative_config
+from paradraft.export.vllm import python_to_run, speculative_config
 from paradraft.formats.pard import RANK
 from paradraft.models.config_check import check_capacity
 from paradraft.models.runtime import AUTO
@@ -75,7 +75,7 @@ def command_of(context: typer.Context, args: ServeArgs) -> VllmServer:
         )
     speculative = speculative_config(speculation, folder, chosen)
     server = VllmServer(
-        python=args.vllm_python or installed_python(None) or DEFAULT_PYTHON,
+        python=python_to_run(args.vllm_python),
         target=folder,
         speculative=speculative,
         options=_settings(context, folder, args),
