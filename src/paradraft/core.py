@@ -329,7 +329,8 @@ class Drafter:
         raise NotImplementedError
 
     def catch_up(self, rows: Sequence[int], most: int) -> dict[int, int]:
-        """Reads up to `most` tokens of long texts, instead of drafting; returns these of `rows`, with what is left."""
+        """Reads at most `most` tokens of those of `rows` whose model has more to read; these draft later. Returns them
+        with the number of their unread tokens."""
         return {}
 
     def commit(self, new: Committed) -> None:

@@ -62,7 +62,7 @@ def passes_of(engine: Engine) -> Iterator[list[int]]:
 
 
 class Loop:
-    """An event loop that runs what it is told in the thread that tells it, and takes its time."""
+    """An event loop that calls back in the thread that schedules the call, and slowly."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.calls = seconds, 0

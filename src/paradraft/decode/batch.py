@@ -80,7 +80,7 @@ class Batch:
         self._start_number = 0
         self._most: list[int] = []
         self._behind: dict[int, int] = {}
-        """Rows whose drafter read in this round instead, with what is left."""
+        """Rows whose draft model reads in this round and does not draft, with the number of their unread tokens."""
         self._along = 0
 
     @property

@@ -59,7 +59,8 @@ def read(batch: Batch) -> Iterator[int]:
 def test_a_long_prompt_is_read_in_pieces_beside_a_stream(
     batch: Batch, others: list[bool], first: list[int], *, is_watched: bool
 ) -> None:
-    """Guards streams; and requests that nobody waits beside, whose drafts would begin late."""
+    """Guards the streams beside a long prompt; and the drafts of a request without streams beside it, which begin at
+    once."""
     for other in others:
         joined(batch, SHORT, 30, is_watched=other)
         batch.step()

@@ -67,7 +67,7 @@ def test_a_prompt_is_read_at_once_where_nobody_watches(in_pieces: Engine) -> Non
 @pytest.mark.parametrize("ends", ["the reader", "the others", "a token that is no number"])
 def test_who_ends_while_a_prompt_is_read(in_pieces: Engine, ends: str) -> None:
     """Guards the requests beside a prompt that is half read: where its reader goes, where all others end before it is
-    read, and where its states are no numbers, which is told to its reader alone."""
+    read, and where its states are no numbers, which is an error for its reader alone."""
     poisoned(in_pieces, 50)
     bias = Sampling(temperature=0.9, seed=3, logit_bias={50: -100.0})
     most = 3 if ends == "the others" else 30

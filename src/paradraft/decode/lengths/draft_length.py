@@ -53,7 +53,7 @@ class LengthPolicy(Protocol):
         """Largest draft depth of each row in the next round, at most `k`; 0 decodes plainly."""
 
     def postpone(self, unread: Mapping[int, int]) -> None:
-        """Takes back the lengths of rows whose drafter reads in this round; by row, the tokens that it then has not."""
+        """Sets the lengths of rows to 0 whose draft model reads in this round; `unread` has their tokens left."""
 
     def cut(self, draft: Draft) -> Draft:
         """Removes nodes that are not worth verifying."""
@@ -89,7 +89,7 @@ class Fixed:
         return [self.k] * self._rows
 
     def postpone(self, unread: Mapping[int, int]) -> None:
-        """Does nothing: only policies that depend on times are asked."""
+        """Does nothing: without times that decide, no row is postponed."""
 
     def cut(self, draft: Draft) -> Draft:
         """Returns the draft unchanged."""

@@ -162,7 +162,7 @@ class Expected:
             self._rounds_of_try = 2 if is_long else 1
 
     def postpone(self, unread: Mapping[int, int]) -> None:
-        """See `LengthPolicy`; what a trial reads is time lost."""
+        """See `LengthPolicy`; the time of reading counts as lost in a trial."""
         for row, left in unread.items():
             if self._try is not None:
                 self._lost_s += self._costs.reading_s() * max(self._unread[row] - left, 0)

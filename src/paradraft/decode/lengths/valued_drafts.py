@@ -168,7 +168,7 @@ class ValuedDrafts:
         return self._trials < self.EARLY and self._since_trial >= self.SOON
 
     def postpone(self, unread: Mapping[int, int]) -> None:
-        """Does nothing: drafters with values have read what was committed."""
+        """Does nothing: drafters that estimate values postpone no row."""
 
     def cut(self, draft: Draft) -> Draft:
         """Removes the nodes that are not worth their time."""

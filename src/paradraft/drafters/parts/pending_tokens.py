@@ -34,7 +34,7 @@ class PendingTokens:
         return [row if length else [] for row, length in zip(self.rows, lengths, strict=True)]
 
     def catch_up(self, rows: Iterable[int], most: int) -> dict[int, int]:
-        """Reads up to `most` tokens of those of `rows` that have more pending; returns these, with what is left."""
+        """See `Drafter`; a row that has more than `most` tokens pending is read in pieces."""
         pieces: list[list[int]] = [[] for _ in self.rows]
         behind = [row for row in rows if len(self.rows[row]) > most]
         for row in behind:

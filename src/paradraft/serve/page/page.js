@@ -145,19 +145,23 @@ function offer(turn) {
   }));
 }
 
+function setWorking(isWorking) {
+  at("ask").hidden = isWorking;
+  at("stop").hidden = !isWorking;
+  at("fresh").disabled = isWorking;
+}
+
 async function working(work) {
   if (leaving) return;
   at("error").textContent = "";
-  at("ask").hidden = !(at("stop").hidden = false);
-  at("fresh").disabled = true;
+  setWorking(true);
   try {
     await work();
   } catch (error) {
     if (error.name !== "AbortError") at("error").textContent = error.message;
   } finally {
     leaving = null;
-    at("ask").hidden = !(at("stop").hidden = true);
-    at("fresh").disabled = false;
+    setWorking(false);
   }
 }
 
