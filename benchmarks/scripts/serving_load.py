@@ -355,7 +355,7 @@ def main() -> None:
             )
     if given.json:
         settings = {name: value for name, value in vars(given).items() if name not in ("json", "only")}
-        settings["prompts"] = prompts.name
+        settings["prompts"] = str(given.prompts) if given.target else prompts.name
         shown = {
             name: " ".join(command).replace(sys.executable, "python").replace(f"{Path.cwd()}/", "")
             for name, command in wanted.items()
