@@ -2,8 +2,10 @@
 
     python benchmarks/scripts/serving_soak.py --json FILE.json
     python benchmarks/scripts/serving_soak.py --minutes 1 --most-growth 0.1
+    python benchmarks/scripts/serving_soak.py --target MODEL.gguf --drafter auto --capacity 2048 --json FILE.json
 
-It starts `paradraft serve`, and several clients send it a seeded mixture. The goals: every good answer is the one that
+It starts `paradraft serve`, and several clients send it a seeded mixture: completions and chats, long prompts and
+short ones, streams and whole answers, fast readers and slow ones. The goals: every good answer is the one that
 an engine without a drafter gave before, every wrong request gets the status and the parameter that it should, memory
 stays flat after the first tenth of the time, no answer is left over, and the server ends by a signal with exit code 0.
 If a goal is missed it is printed, and the exit code is 1.
@@ -32,48 +34,17 @@ from typing import Any
 import httpx2
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
+from serving_requests import JSON, Good, Request, answer_of, difference, good_requests, wrong_requests
 
 import paradraft
 from paradraft.bench.report.summary import write_json
-from paradraft.engine.engine import Engine
 from paradraft.environment import describe_machine
-from paradraft.sampling_params import Sampling
-from paradraft.serve.choices import REASONS
-from paradraft.serve.grammar import Grammar, Grammars
+from paradraft.models.runtime import Runtime
 from paradraft.serve.limits import Limits
-from paradraft.serve.schemas import ResponseFormat
 
-TARGET = "pocket"
-SERVE = ["serve", "--target", TARGET, "--drafter", "pard", "-k", "4", "--max-batch", "8", "--port", "0"]
+SERVE = ["serve", "-k", "4", "--max-batch", "8", "--generation-config", "none", "--port", "0"]
 LIMITS = Limits(max_batch=8)
 """Those of the server that `SERVE` starts."""
-TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-JSON = {"Content-Type": "application/json"}
-PROMPTS: list[Any] = [
-    "def read_lines(path):", "import os", "class Stack:", "for name in sorted(", "x = ", "return [", "# The é",
-    "if __name__ ==", "try:\n    ", "    def __init__(self", [5, 6, 7], [4000], ["import", "from"],
-    "def add(a, b):\n    return a + b\n\n" * 20,
-]  # fmt: skip
-PLACE = {
-    "type": "object",
-    "properties": {"name": {"enum": ["left", "right"]}, "count": {"type": "integer", "minimum": 0, "maximum": 999}},
-    "required": ["name", "count"],
-    "additionalProperties": False,
-}
-SETTINGS: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {"temperature": 0.8},
-    {"temperature": 0, "frequency_penalty": 0.7, "presence_penalty": 0.3},
-    {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.1},
-    {"temperature": 0.8, "logit_bias": {"5": 3.0, "7": -100}},
-    {"temperature": 0, "logprobs": 3},
-    {"temperature": 1.1, "logprobs": 0},
-    {"stop": ["\n", "):"]},
-    {"response_format": {"type": "json_object"}, "temperature": 0.7},
-    {"response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE}}},
-]
-LOGPROB_TOLERANCE = 1e-3
-"""Passes of other shapes may round differently."""
 MOST_TOLD = 20
 """Of differences and unexpected answers, in the file."""
 MOST_POINTS = 120
@@ -84,193 +55,6 @@ WARM_UP = 0.1
 """Share of the time before memory counts."""
 IDLE_S, CLOSE_S = 30.0, 5.0
 """Seconds that the server has to become idle after the last request, and to close connections of clients that went."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What comes back of a good request.
-
-    Args:
-        choices: the text of each, and why it has ended.
-        logprobs: of the tokens of all choices, if asked for.
-        tokens: of all choices.
-    """
-
-    choices: list[tuple[str, str]]
-    logprobs: list[float]
-    tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Good:
-    """A request that is answered.
-
-    Args:
-        body: without what changes no text.
-        wanted: its answer offline.
-    """
-
-    body: dict[str, Any]
-    wanted: Answer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A request, and what the response should be.
-
-    Args:
-        content: its body.
-        status: of the response.
-        param: which parameter its error names.
-        method: of HTTP.
-        path: of the address.
-        headers: of the request.
-    """
-
-    content: bytes
-    status: int = 400
-    param: str | None = None
-    method: str = "POST"
-    path: str = TEXT
-    headers: dict[str, str] = field(default_factory=lambda: JSON)
-
-
-def refused(param: str, path: str = TEXT, **more: object) -> Request:
-    """A request with a wrong parameter; in all else it is right."""
-    asked: dict[str, object] = {"prompt": "a"} if path == TEXT else {"messages": [{"role": "user", "content": "a"}]}
-    return Request(content=json.dumps(asked | more).encode(), param=param, path=path)
-
-
-WRONG = [
-    *(Request(content=content) for content in (b"", b"{", b"[]", b"null", b'{"prompt": NaN}', b"[" * 5000)),
-    Request(content=b"{}", status=415, headers={"Content-Type": "text/plain"}),
-    Request(content=b"", status=404, method="GET", path="/v1/nothing"),
-    Request(content=b"", status=405, method="GET"),
-    Request(content=b"", status=405, path="/health"),
-    Request(content=b'{"prompt": "a", "model": "other"}', status=404, param="model"),
-    refused("prompt", prompt=""),
-    refused("prompt", prompt=[10**6]),
-    refused("prompt", prompt={"a": 1}),
-    refused("prompt", prompt="b " * 5000),
-    refused("max_tokens", prompt="b " * 200, max_tokens=500),
-    refused("max_tokens", max_tokens="5"),
-    refused("max_tokens", max_tokens=10**6),
-    refused("n", n=0),
-    refused("seed", seed=2**63),
-    refused("temperature", temperature="hot"),
-    refused("top_p", top_p=1.5),
-    refused("logit_bias", logit_bias={"x": 1}),
-    refused("logprobs", logprobs=21),
-    refused("stop", stop=["a", "b", "c", "d", "e"]),
-    refused("stream", stream="yes"),
-    refused("stream_options", stream_options={"include_usage": True}),
-    refused("speculation", speculation=5),
-    refused("best_of", best_of=2),
-    refused("nonsense", nonsense=1),
-    refused("response_format", response_format={"type": "json_schema"}),
-    refused("response_format", response_format={"type": "json_object", "json_schema": {"name": "x", "schema": {}}}),
-    refused(
-        "response_format",
-        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strange"}}},
-    ),
-    refused("messages", CHAT),  # the pocket model has no chat template
-    refused("tools", CHAT, tools=[{"type": "function"}]),
-]
-
-
-def asked_at_random(number: int, chooser: random.Random) -> dict[str, Any]:
-    """A good request: all settings come in turn, the rest is chosen."""
-    asked = {
-        "prompt": chooser.choice(PROMPTS),
-        "max_tokens": chooser.randint(4, 64),
-        "n": chooser.choice((1, 1, 2, 3)),
-        "seed": chooser.randrange(2**40),
-    } | SETTINGS[number % len(SETTINGS)]
-    if "stop" not in asked and chooser.random() < 0.2:
-        asked["stop"] = chooser.choice(("self", ["(", "import"], "\n\n"))
-    return asked
-
-
-def offline(engine: Engine, asked: dict[str, Any], grammars: Grammars) -> Answer:
-    """What an engine answers to a request."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    settings = {"temperature": 1.0} | {name: asked[name] for name in names if name in asked}
-    settings["logit_bias"] = {int(token): bias for token, bias in asked.get("logit_bias", {}).items()}
-    matcher = None
-    if "response_format" in asked:
-        schema = ResponseFormat.model_validate(asked["response_format"]).schema_of_answers
-        assert schema is not None
-        matcher = grammars.matcher(schema)
-    prompt, choices, logprobs, tokens = asked["prompt"], [], [], 0
-    for each in prompt if isinstance(prompt, list) and isinstance(prompt[0], str) else [prompt]:
-        ids = engine.prompt_tokens(each)
-        for number in range(asked["n"]):
-            if matcher is not None:
-                grammar = Grammar(matcher, prompt=len(ids), eos_ids=engine.target.eos_ids)
-                settings["processors"] = (grammar,)
-            sampling = Sampling(**settings, seed=asked["seed"] + number)
-            stop, most = asked.get("stop", ()), asked["max_tokens"]
-            result = engine.generate(ids, max_new_tokens=most, sampling=sampling, stop=stop)
-            choices.append((result.text, REASONS[result.finish_reason]))
-            tokens += len(result.tokens)
-            if "logprobs" in asked:
-                stream = engine.astream(ids, max_new_tokens=most, sampling=sampling, stop=stop, logprobs=0)
-                logprobs += asyncio.run(_logprobs_of(stream))
-    return Answer(choices=choices, logprobs=logprobs, tokens=tokens)
-
-
-async def _logprobs_of(stream: AsyncIterator[paradraft.Chunk]) -> list[float]:
-    return [each.logprob async for chunk in stream for each in chunk.logprobs]
-
-
-def good_requests(count: int, seed: int) -> list[Good]:
-    """Distinct requests with their answers, by an engine that drafts nothing."""
-    engine, chooser = paradraft.load(TARGET, drafter="none"), random.Random(seed)
-    grammars = Grammars(engine.target.facts)
-    asked = [asked_at_random(number, chooser) for number in range(count)]
-    return [Good(body=body, wanted=offline(engine, body, grammars)) for body in asked]
-
-
-def answer_of(reply: bytes, streamed: bool) -> Answer:
-    """The answer in a response.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if streamed:
-        *events, last = [line.removeprefix(b"data: ") for line in reply.split(b"\n\n") if line]
-        if last != b"[DONE]":
-            raise ValueError(f"the last event is {last!r}")
-        pieces = [json.loads(event) for event in events]
-    else:
-        pieces = [json.loads(reply)]
-    choices = [choice for piece in pieces for choice in piece["choices"]]
-    count = 1 + max(choice["index"] for choice in choices)
-    texts, reasons, logprobs = [""] * count, [""] * count, [list[float]() for _ in range(count)]
-    for choice in choices:
-        index = choice["index"]
-        texts[index] += choice["text"]
-        reasons[index] = choice["finish_reason"] or reasons[index]
-        if choice["logprobs"] is not None:
-            logprobs[index] += choice["logprobs"]["token_logprobs"]
-    return Answer(
-        choices=list(zip(texts, reasons, strict=True)),
-        logprobs=[each for of_choice in logprobs for each in of_choice],
-        tokens=pieces[-1]["usage"]["completion_tokens"],
-    )
-
-
-def difference(wanted: Answer, found: Answer) -> str | None:
-    """What is different in two answers; None if nothing is."""
-    for name in ("choices", "tokens"):
-        if getattr(wanted, name) != getattr(found, name):
-            return f"{name}: {getattr(found, name)!r} in place of {getattr(wanted, name)!r}"
-    if len(wanted.logprobs) != len(found.logprobs):
-        return f"{len(found.logprobs)} log probabilities in place of {len(wanted.logprobs)}"
-    for place, (ours, theirs) in enumerate(zip(wanted.logprobs, found.logprobs, strict=True)):
-        if not abs(ours - theirs) <= LOGPROB_TOLERANCE:
-            return f"log probability {place}: {theirs} in place of {ours}"
-    return None
 
 
 @dataclass
@@ -298,12 +82,16 @@ class Client:
     Args:
         http: of the server.
         good: what it may ask.
+        wrong: what it asks and is refused.
         seed: of its choices.
         record: what it has seen.
     """
 
-    def __init__(self, http: httpx2.AsyncClient, good: Sequence[Good], seed: str, record: Record) -> None:
-        self._http, self._good, self._chooser, self._record = http, good, random.Random(seed), record
+    def __init__(
+        self, http: httpx2.AsyncClient, good: Sequence[Good], wrong: Sequence[Request], seed: str, record: Record
+    ) -> None:
+        self._http, self._good, self._wrong = http, good, wrong
+        self._chooser, self._record = random.Random(seed), record
 
     async def run(self, end_s: float) -> None:
         """Sends one request after the other until a time."""
@@ -324,7 +112,7 @@ class Client:
         good = self._chooser.choice(self._good)
         body = self._body(good, streamed := self._chooser.random() < 0.5)
         pause_s = self._chooser.choice((0.0, 0.0, 0.0, 0.05)) if streamed else 0.0
-        if (found := await self._exchange(kind, Request(content=body, status=200), pause_s)) is None:
+        if (found := await self._exchange(kind, Request(content=body, status=200, path=good.path), pause_s)) is None:
             return
         self._record.compared += 1
         try:
@@ -336,7 +124,7 @@ class Client:
 
     async def ask_wrong(self) -> None:
         """A request that is refused, and says which parameter is to blame."""
-        wrong = self._chooser.choice(WRONG)
+        wrong = self._chooser.choice(self._wrong)
         found = await self._exchange("wrong", wrong)
         if found is not None and (param := json.loads(found)["error"]["param"]) != wrong.param:
             self._record.unexpected.append(f"{wrong}: it names {param}")
@@ -349,29 +137,30 @@ class Client:
     async def leave(self) -> None:
         """A client that goes: in the middle of its body, before the first token, or in the middle of a stream."""
         how = self._chooser.choice(("in its body", "early", "in a stream"))
-        body = self._body(self._chooser.choice(self._good), how == "in a stream" or self._chooser.random() < 0.5)
+        good = self._chooser.choice(self._good)
+        body = self._body(good, how == "in a stream" or self._chooser.random() < 0.5)
         if how == "in its body":
-            await self._leave_body(body)
+            await self._leave_body(body, good.path)
         elif how == "in a stream":
-            await self._leave_stream(body)
+            await self._leave_stream(body, good.path)
         else:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._chooser.uniform(0.0, 0.05)):
-                    await self._exchange("cancelled too late", Request(content=body, status=200))
+                    await self._exchange("cancelled too late", Request(content=body, status=200, path=good.path))
         self._record.counts["cancelled", how] += 1
 
-    async def _leave_body(self, body: bytes) -> None:
+    async def _leave_body(self, body: bytes, path: str) -> None:
         _, writer = await asyncio.open_connection(self._http.base_url.host, self._http.base_url.port)
-        head = f"POST {TEXT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[: len(body) // 2])
         await writer.drain()
         writer.close()
         await writer.wait_closed()
 
-    async def _leave_stream(self, body: bytes) -> None:
+    async def _leave_stream(self, body: bytes, path: str) -> None:
         """Reads a few events at most."""
         most = self._chooser.randint(1, 4)
-        async with self._http.stream("POST", TEXT, content=body, headers=JSON) as response:
+        async with self._http.stream("POST", path, content=body, headers=JSON) as response:
             if response.status_code not in (200, 429):
                 self._record.unexpected.append(f"cancelled, {body!r}: {response.status_code}")
             async for _ in response.aiter_lines():
@@ -430,13 +219,14 @@ class Server:
     """The server's process.
 
     Args:
+        command: what it runs.
         log: where it writes.
     """
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, command: Sequence[str], log: Path) -> None:
         self.log, self._begun_s = log, time.monotonic()
         with log.open("wb") as out:
-            self._popen = subprocess.Popen([sys.executable, "-m", "paradraft", *SERVE], stderr=out)
+            self._popen = subprocess.Popen([sys.executable, "-m", "paradraft", *command], stderr=out)
         self._process = psutil.Process(self._popen.pid)
         self.url = self._wait()
 
@@ -553,26 +343,35 @@ async def _watch(server: Server, every_s: float, series: list[tuple[float, int]]
 
 
 async def soak(
-    server: Server, good: Sequence[Good], seconds: float, clients: int, seed: int
+    server: Server, good: Sequence[Good], wrong: Sequence[Request], given: argparse.Namespace
 ) -> tuple[Record, list[tuple[float, int]], dict[str, float], str | None]:
     """Sends the mixture for some time, waits until the server is idle, and asks once more.
+
+    Args:
+        server: which answers.
+        good: what it should answer.
+        wrong: what it should refuse.
+        given: the options.
 
     Returns:
         What the clients saw, memory by seconds, what should be 0 at the end, what is different in the last answer.
     """
+    seconds, seed = 60 * given.minutes, given.seed
     record, series, files = Record(), list[tuple[float, int]](), server.files
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=clients, keepalive_expiry=2.0)
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=given.clients, keepalive_expiry=2.0)
     async with httpx2.AsyncClient(base_url=server.url, timeout=LIMITS.timeout_s, limits=limits) as http:
         end_s = time.monotonic() + seconds
         watching = asyncio.create_task(_watch(server, min(6.0, seconds / 60), series))
-        askers = [Client(http, good, f"{seed}-{number}", record) for number in range(clients)]
-        bursts = Client(http, good, f"{seed}-bursts", record).burst(end_s, BURST, min(15.0, seconds / 3))
+        askers = [Client(http, good, wrong, f"{seed}-{number}", record) for number in range(given.clients)]
+        bursts = Client(http, good, wrong, f"{seed}-bursts", record).burst(
+            end_s, BURST, min(given.burst_s, seconds / 3)
+        )
         await asyncio.gather(bursts, *(asker.run(end_s) for asker in askers))
         watching.cancel()
         idle_s = time.monotonic() + IDLE_S
         while any((gauges := gauges_of((await http.get("/metrics")).text)).values()) and time.monotonic() < idle_s:
             await asyncio.sleep(0.2)
-        reply = await http.post(TEXT, json=good[0].body)
+        reply = await http.post(good[0].path, json=good[0].body)
         last = difference(good[0].wanted, answer_of(reply.content, False)) if reply.is_success else reply.text
     gauges["connections and files more than before"] = await _more_files(server, files)
     return record, series, gauges, last
@@ -610,11 +409,22 @@ def _told(outcome: Outcome, series: Sequence[tuple[float, int]]) -> dict[str, An
     }  # fmt: skip
 
 
+def _command(given: argparse.Namespace) -> list[str]:
+    """Of the server."""
+    named = {"target": given.target, "drafter": given.drafter, "draft": given.draft, "capacity": given.capacity}
+    return [*SERVE, *(part for name, value in named.items() if value is not None for part in (f"--{name}", str(value)))]
+
+
 def main() -> None:
     """Reads the options, soaks the server, judges, and writes the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="pocket")
+    parser.add_argument("--drafter", default="pard")
+    parser.add_argument("--draft", help="a draft model, if the drafter has one")
+    parser.add_argument("--capacity", type=int, help="tokens of prompt and answer; by default the model's limit")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=6, help="beside the one that sends bursts")
+    parser.add_argument("--burst-s", type=float, default=15.0, help="seconds between bursts")
     parser.add_argument("--requests", type=int, default=60, help="distinct good ones")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--most-growth", type=float, default=0.02, help="of memory, as a share")
@@ -622,18 +432,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write all figures")
     given = parser.parse_args()
     print(f"answering {given.requests} requests offline", flush=True)
-    good = good_requests(given.requests, given.seed)
-    seconds = 60 * given.minutes
+    command = _command(given)
+    engine = paradraft.load(given.target, drafter="none", runtime=Runtime(capacity=given.capacity))
+    good, wrong = good_requests(engine, given.requests, given.seed), wrong_requests(engine)
+    del engine
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder) / "log")
+        server = Server(command, Path(folder) / "log")
         try:
             print(f"sending for {given.minutes:g} minutes to {server.url}", flush=True)
-            record, series, gauges, last = asyncio.run(soak(server, good, seconds, given.clients, given.seed))
+            record, series, gauges, last = asyncio.run(soak(server, good, wrong, given))
             exit_code = server.end()
         finally:
             server.kill()
         log = server.log.read_text(encoding="utf-8")
-    warm = [rss for at_s, rss in series if at_s >= seconds * WARM_UP]
+    warm = [rss for at_s, rss in series if at_s >= 60 * given.minutes * WARM_UP]
     outcome = Outcome(record=record, rss_bytes=warm, gauges=gauges, last=last, exit_code=exit_code, log=log)
     missed, told = outcome.missed(given.most_growth), _told(outcome, series)
     print(json.dumps({key: value for key, value in told.items() if key != "rss_bytes"}, indent=1))
@@ -641,11 +453,18 @@ def main() -> None:
     print(f"memory: {first / 2**20:.1f} MiB, at the end {last_fifth / 2**20:.1f} MiB ({outcome.growth:+.2%})")
     if given.json:
         settings = {
-            name: getattr(given, name) for name in ("minutes", "clients", "requests", "seed", "most_growth", "note")
+            name: getattr(given, name)
+            for name in ("minutes", "clients", "burst_s", "requests", "seed", "most_growth", "note")
         }
         write_json(
             given.json,
-            {"machine": describe_machine("cpu"), "server": ["paradraft", *SERVE], **settings, **told, "missed": missed},
+            {
+                "machine": describe_machine("cpu"),
+                "server": ["paradraft", *command],
+                **settings,
+                **told,
+                "missed": missed,
+            },
         )
     if missed:
         print(*(f"missed: {line}" for line in missed), "the server's log:", log, sep="\n", file=sys.stderr)

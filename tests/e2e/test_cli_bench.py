@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.scripts import shapes_on_gpu
+import shapes_on_gpu
 
 from paradraft.digests import model_digest
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.scripts import serving_soak
-from benchmarks.scripts.serving_soak import Answer, Outcome, Record, answer_of, difference, gauges_of
+import serving_soak
+from serving_requests import Answer, answer_of, difference
+from serving_soak import Outcome, Record, gauges_of
 
 COUNTS = Counter(
     {
@@ -96,6 +97,19 @@ def test_answers_of_streams() -> None:
         answer_of(stream, True)
     whole = [{"index": 0, "text": "ab", "finish_reason": "stop", "logprobs": {"token_logprobs": [-1.0, -2.0]}}, told[0]]
     assert answer_of(json.dumps({"choices": whole, "usage": usage}).encode(), False) == ANSWER
+
+
+def test_answers_of_chats() -> None:
+    """Guards their other names: messages, their parts, and the log probabilities of their tokens."""
+    usage, logprobs = {"completion_tokens": 2}, {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}
+    wanted = Answer(choices=[("ab", "stop")], logprobs=[-1.0, -2.0], tokens=2)
+    first = {"index": 0, "delta": {"role": "assistant"}, "finish_reason": None, "logprobs": None}
+    parts = [first, {"index": 0, "delta": {"content": "ab"}, "finish_reason": "stop", "logprobs": logprobs}]
+    events = [*({"choices": [part]} for part in parts), {"choices": [], "usage": usage}]
+    stream = b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in events)
+    assert answer_of(stream + b"data: [DONE]\n\n", True) == wanted
+    whole = {"index": 0, "message": {"content": "ab"}, "finish_reason": "stop", "logprobs": logprobs}
+    assert answer_of(json.dumps({"choices": [whole], "usage": usage}).encode(), False) == wanted
 
 
 def test_gauges() -> None:

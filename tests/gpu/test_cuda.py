@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import shapes_on_gpu
 import torch
-from benchmarks.scripts import shapes_on_gpu
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from paradraft.bench.hardware.bandwidth import Speeds

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+import cod_cost
 import pytest
 import torch
-from benchmarks.scripts import cod_cost
 
 from paradraft.data.samples import Sample
 from paradraft.models.causal_lm import CausalLM
