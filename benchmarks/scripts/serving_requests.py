@@ -104,7 +104,7 @@ class Request:
 
 
 def refused(param: str, path: str = TEXT, **more: object) -> Request:
-    """A request with a wrong parameter; in all else it is right."""
+    """A request of which one parameter, or a part of it, is wrong."""
     asked: dict[str, object] = {"prompt": "a"} if path == TEXT else {"messages": [{"role": "user", "content": "a"}]}
     return Request(content=json.dumps(asked | more).encode(), param=param, path=path)
 
@@ -142,7 +142,7 @@ def wrong_requests(engine: Engine) -> list[Request]:
         refused("response_format", response_format=_schema_in_json_object()),
         refused("response_format", response_format=_unknown_type()),
         refused("messages", CHAT, messages=[] if reads_chats else [{"role": "user", "content": "a"}]),
-        refused("tools", CHAT, tools=[{"type": "function"}]),
+        refused("tools[0].function" if reads_chats else "tools", CHAT, tools=[{"type": "function"}]),
     ]
 
 

@@ -7,7 +7,7 @@
 It starts `paradraft serve`, and several clients send it a seeded mixture: completions and chats, long prompts and
 short ones, streams and whole answers, fast readers and slow ones. The goals: every good answer is the one that
 an engine without a drafter gave before, every wrong request gets the status and the parameter that it should, memory
-stays flat after the first tenth of the time, no answer is left over, and the server ends by a signal with exit code 0.
+stays flat after the warm-up, no answer is left over, and the server ends by a signal with exit code 0.
 If a goal is missed it is printed, and the exit code is 1.
 """
 
@@ -51,8 +51,6 @@ MOST_POINTS = 120
 """Of the series of memory, in the file."""
 BURST = 72
 """Requests that are sent at once; most ask for several answers, and 72 answers are decoded or wait."""
-WARM_UP = 0.1
-"""Share of the time before memory counts."""
 IDLE_S, CLOSE_S = 30.0, 5.0
 """Seconds that the server has to become idle after the last request, and to close connections of clients that went."""
 
@@ -427,6 +425,7 @@ def main() -> None:
     parser.add_argument("--burst-s", type=float, default=15.0, help="seconds between bursts")
     parser.add_argument("--requests", type=int, default=60, help="distinct good ones")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--warm-up", type=float, default=0.1, help="share of the time before memory counts")
     parser.add_argument("--most-growth", type=float, default=0.02, help="of memory, as a share")
     parser.add_argument("--note", help="about the machine, for the file")
     parser.add_argument("--json", type=Path, help="where to write all figures")
@@ -445,7 +444,7 @@ def main() -> None:
         finally:
             server.kill()
         log = server.log.read_text(encoding="utf-8")
-    warm = [rss for at_s, rss in series if at_s >= 60 * given.minutes * WARM_UP]
+    warm = [rss for at_s, rss in series if at_s >= 60 * given.minutes * given.warm_up]
     outcome = Outcome(record=record, rss_bytes=warm, gauges=gauges, last=last, exit_code=exit_code, log=log)
     missed, told = outcome.missed(given.most_growth), _told(outcome, series)
     print(json.dumps({key: value for key, value in told.items() if key != "rss_bytes"}, indent=1))
@@ -454,7 +453,7 @@ def main() -> None:
     if given.json:
         settings = {
             name: getattr(given, name)
-            for name in ("minutes", "clients", "burst_s", "requests", "seed", "most_growth", "note")
+            for name in ("minutes", "clients", "burst_s", "requests", "seed", "warm_up", "most_growth", "note")
         }
         write_json(
             given.json,
