@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Sequence
 
@@ -53,7 +54,10 @@ def shaped(nodes: Sequence[Node], shape: Tree | None) -> list[Node]:
     >>> [(node.token, node.parent) for node in shaped(nodes, Tree(budget=2))]
     [(5, -1), (7, 0)]
     """
-    order = sorted(range(len(nodes)), key=lambda node: -nodes[node].value)  # of equal values the parent comes first
+    values = [node.value for node in nodes]
+    if (shape is None or shape.paths is None) and all(map(operator.ge, values, values[1:])):
+        return list(nodes if shape is None else nodes[: shape.nodes])
+    order = sorted(range(len(nodes)), key=lambda node: -values[node])  # of equal values the parent comes first
     if shape is not None and shape.paths is not None:
         path_of: dict[int, tuple[int, ...]] = {ABSENT: ()}
         ranks = Counter[int]()
