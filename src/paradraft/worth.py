@@ -14,6 +14,7 @@ class Worth:
         least_value: least value of the best node of a draft that may pay; where no node has it, no draft is needed.
         odds: by part of a union, or 0, a factor of the odds of estimated chances; 1 where it has none.
         plain_s: expected time of a round without a draft, in seconds; 0 if it is unknown.
+        pause: number of rounds, the next one included, in which no draft will be asked for.
 
     >>> Worth(odds={1: 0.5}).of_part(1).factor
     0.5
@@ -22,6 +23,7 @@ class Worth:
     least_value: float = 0.0
     odds: Mapping[int, float] = field(default_factory=dict)
     plain_s: float = 0.0
+    pause: int = 0
 
     @property
     def factor(self) -> float:

@@ -30,6 +30,9 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.tree import Tree
 from paradraft.verify import Verify, load_rule, rule_class, rule_name
 
+LEARNING = 32
+"""Last rounds of a pause in which the drafter learns what the target thinks likely: the search takes time."""
+
 
 class Batch:
     """The rows that a target and a drafter decode together.
@@ -250,7 +253,8 @@ class Batch:
         A tree with a budget changes its shape if it is drafted shallower, so it is drafted whole and trimmed later.
         """
         lengths = self.lengths.next()
-        self.drafter.worth = self.lengths.worth
+        worth = self.drafter.worth = self.lengths.worth
+        self.target.likeliest = self.drafter.likeliest if worth.pause <= LEARNING else 0
         self._behind = self._catch_up([row for row, length in enumerate(lengths) if length])
         self.lengths.postpone(self._behind)
         rows = enumerate(zip(lengths, self.generations, strict=True))

@@ -120,7 +120,8 @@ class Target:
             likeliest: number of likeliest tokens at each place that every round returns.
         """
         self._hidden_layers = hidden_layers
-        self._likeliest = likeliest
+        self.likeliest = likeliest
+        """Number of likeliest tokens at each place that the next rounds return."""
         self._pieces, self._along = PromptPieces(self.lm, hidden_layers), ()
         self.lm.start()
         self.lm.reserve(reserved_tokens)
@@ -209,7 +210,7 @@ class Target:
         if self.lm.is_native:
             rows_BM = rows_BM.masked_fill(tokens == ABSENT, ABSENT)  # their logits would be written, and read again
         out = forward(tokens, parents, rows_BM, self._hidden_layers)
-        likeliest = likeliest_after(self.lm, draft, out.logits, self._likeliest) if self._likeliest else None
+        likeliest = likeliest_after(self.lm, draft, out.logits, self.likeliest) if self.likeliest else None
         return TargetOut(logits=out.logits, hidden=out.hidden, likeliest=likeliest)
 
     def commit(self, verdict: Verdict, out: TargetOut) -> Committed:

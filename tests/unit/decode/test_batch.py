@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paradraft.core import INVALID, Committed, Draft, Drafting, Request, Verdict
-from paradraft.decode.batch import Batch, run
+from paradraft.decode.batch import LEARNING, Batch, run
 from paradraft.decode.generation import Generation
 from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.decode.stats import RoundOutput, RoundTime
@@ -18,6 +18,7 @@ from paradraft.drafters.none import NoDrafter
 from paradraft.models.causal_lm import CausalLM
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT, Tree
+from paradraft.worth import Worth
 from tests.conftest import VOCAB, tiny_model
 from tests.support.decoding import CPU, requests, target_of
 
@@ -28,6 +29,10 @@ def batch_of(limits: list[int], *, eos: frozenset[int] = frozenset(), k: int = 4
     batch.generations = list(map(Generation, requests([[1]] * len(limits), limits=limits, eos_ids=eos)))
     batch.lengths.join(requests([[1]] * len(limits)))
     return batch
+
+
+class Pausing(Fixed):
+    worth: Worth
 
 
 def accepting(*rows: list[int], nodes: int = 4) -> tuple[Draft, Verdict]:
@@ -153,6 +158,19 @@ def test_a_draft_is_no_deeper_than_some_row_has_room_for() -> None:
 def tiny_batch(seed: int = 1, **settings: int) -> Batch:
     lm = CausalLM(tiny_model(seed), vocab_size=VOCAB, compiled=False, **settings)
     return Batch(target_of(lm), NoDrafter(), lengths=Fixed(0))
+
+
+def test_the_likeliest_tokens_are_not_sought_in_a_pause() -> None:
+    """Guards the time of the search; the drafter learns again before the pause ends."""
+    batch = batch_of([10])
+    batch.drafter.likeliest = 5
+    batch.lengths = policy = Pausing(4)
+    policy.join(requests([[1]]))
+    found = []
+    for policy.worth in (Worth(), Worth(pause=200), Worth(pause=LEARNING + 1), Worth(pause=LEARNING), Worth(pause=1)):
+        batch.draft_lengths()
+        found.append(batch.target.likeliest)
+    assert found == [5, 0, 0, 5, 5]
 
 
 def test_no_two_batches_use_one_target() -> None:

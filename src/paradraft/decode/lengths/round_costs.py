@@ -17,7 +17,8 @@ class PassTimes:
     """Measured times of passes by size, such as the number of tokens; monotone, piecewise linear.
 
     Sizes that differ by less than a fifth form a group, whose time is the median of its last times, because single
-    times mislead.
+    times mislead. Passes with drafts and those without never share one: a few drafted tokens among many rows hardly
+    change the size, and what they cost is the question.
 
     >>> times = PassTimes()
     >>> for size, seconds in [(4, 1.0), (4, 9.0), (4, 1.0), (12, 3.0)]:
@@ -39,47 +40,49 @@ class PassTimes:
         self._groups: dict[int, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=self.LAST))
         self._typical: dict[int, tuple[float, float]] = {}
         self._near: set[int] = set()
+        """Groups, whether of drafts or not, within a factor of two of one that was measured twice."""
         self.points: list[tuple[float, float]] = []
         """Measured sizes with their times, the smallest first."""
         self._hopes: list[tuple[int, float]] = []
         """Groups with the least time that they may have, which grows with the size."""
 
-    def add(self, size: float, seconds: float) -> None:
+    def add(self, size: float, seconds: float, *, drafts: bool = False) -> None:
         """Adds a measurement; the size is at least 1."""
-        group = self._group(size)
+        group = self._group(size, drafts)
         times = self._groups[group]
         times.append((size, max(seconds, self.LEAST_S)))
         self._typical[group] = sum(size for size, _ in times) / len(times), typical([seconds for _, seconds in times])
         if len(times) == 2:
-            self._near.update(range(group - self.STEPS, group + self.STEPS + 1))
-        groups = sorted(self._typical)
-        rising = increasing([(self._typical[each][1], len(self._groups[each])) for each in groups])
-        self.points = [(self._typical[each][0], seconds_of) for each, seconds_of in zip(groups, rising, strict=True)]
-        few_s = self.points[0][1]
+            self._near.update(range(group // 2 - self.STEPS, group // 2 + self.STEPS + 1))
+        by_size = sorted(self._typical, key=self._typical.__getitem__)
+        rising = increasing([(self._typical[each][1], len(self._groups[each])) for each in by_size])
+        self.points = [(self._typical[each][0], seconds_of) for each, seconds_of in zip(by_size, rising, strict=True)]
+        few_s, groups = self.points[0][1], sorted(self._typical)
         hopes_s = [few_s if len(self._groups[each]) < self.FEW else self._hope(each) for each in groups]
         self._hopes = list(zip(groups, itertools.accumulate(hopes_s, max), strict=True))
 
     def _hope(self, group: int) -> float:
         return self._typical[group][1] * (1.0 - self.LUCK / math.sqrt(len(self._groups[group])))
 
-    def _group(self, size: float) -> int:
-        return round(self.STEPS * math.log2(size))
+    def _group(self, size: float, drafts: bool) -> int:
+        """Even numbers are groups of passes without drafts."""
+        return 2 * round(self.STEPS * math.log2(size)) + drafts
 
     def knows(self, size: float) -> bool:
         """Whether a size between half of this one and its double was measured twice."""
-        return self._group(size) in self._near
+        return self._group(size, drafts=False) // 2 in self._near
 
-    def knows_well(self, size: float) -> bool:
+    def knows_well(self, size: float, *, drafts: bool = False) -> bool:
         """Whether `LAST` times of about this size were measured."""
-        return len(self._groups.get(self._group(size), ())) == self.LAST
+        return len(self._groups.get(self._group(size, drafts), ())) == self.LAST
 
-    def typical(self, size: float) -> float:
+    def typical(self, size: float, *, drafts: bool = False) -> float:
         """The median of the last times of a size that was measured."""
-        return self._typical[self._group(size)][1]
+        return self._typical[self._group(size, drafts)][1]
 
-    def hopeful(self, size: float) -> float:
+    def hopeful(self, size: float, *, drafts: bool = False) -> float:
         """The time that a size may have if measurements were disturbed: after few, that of the next smaller size."""
-        at = bisect.bisect_right(self._hopes, (self._group(size), math.inf))
+        at = bisect.bisect_right(self._hopes, (self._group(size, drafts), math.inf))
         return self._hopes[max(at - 1, 0)][1]
 
     @property
@@ -150,20 +153,21 @@ class RoundCosts:
 
     def pass_s(self, rows: int, nodes: Sequence[float], *, hopeful: bool = False) -> float:
         """`seconds` without the drafter's; see `PassTimes.hopeful`."""
-        return self._pass_of(self._size(rows, nodes), hopeful=hopeful)
+        return self._pass_of(self._size(rows, nodes), drafts=bool(nodes), hopeful=hopeful)
 
     def plain_now_s(self, rows: int) -> float:
         """The expected time of a plain round as fast as the machine is now."""
         return self.pass_s(rows, []) * self._slowness
 
-    def _pass_of(self, size: float, *, hopeful: bool) -> float:
-        return (self._target_s.hopeful(size) if hopeful else self._target_s.of(size)) + self._other_s
+    def _pass_of(self, size: float, *, drafts: bool, hopeful: bool) -> float:
+        target_s = self._target_s.hopeful(size, drafts=drafts) if hopeful else self._target_s.of(size)
+        return target_s + self._other_s
 
     def least_more(self, rows: int, *, hopeful: bool = False) -> float:
         """Least time of a drafted token in a pass of a measured size, in plain passes; 0 before any was measured."""
         plain_s = self.pass_s(rows, [], hopeful=hopeful)
         sizes = (size for size, _ in self._target_s.points if size > rows)
-        more = ((self._pass_of(size, hopeful=hopeful) / plain_s - 1.0) / (size - rows) for size in sizes)
+        more = ((self._pass_of(size, drafts=True, hopeful=hopeful) / plain_s - 1.0) / (size - rows) for size in sizes)
         return max(min(more, default=0.0), 0.0)
 
     @property
@@ -220,11 +224,12 @@ class RoundCosts:
         self._other_s += self.DRIFT * (time.other_s / slowness - self._other_s)
         if is_first and not nodes:
             return
-        if is_usual and self._target_s.knows_well(size):
-            change = time.verify_s / (slowness * self._target_s.typical(size))
+        drafts = bool(nodes)
+        if is_usual and self._target_s.knows_well(size, drafts=drafts):
+            change = time.verify_s / (slowness * self._target_s.typical(size, drafts=drafts))
             self._slowness *= min(max(change, 0.25), 4.0) ** self.DRIFT
         else:
-            self._target_s.add(size, time.verify_s / slowness)
+            self._target_s.add(size, time.verify_s / slowness, drafts=drafts)
         if nodes and unread:
             self._first.append((unread, time.draft_s / slowness, len(nodes), depth))
         elif nodes and not is_first:

@@ -6,6 +6,8 @@ chance of each node (`Draft.values`) knows more: it may be sure of eight tokens 
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
@@ -48,11 +50,13 @@ def most_worth(
 class LossGuard:
     """Pauses drafting while it loses time against plain rounds, however sure the drafter is.
 
+    Of R rows the mean luck is that of one divided by √R, so what R rows save counts √R times.
+
     >>> guard = LossGuard()
     >>> for _ in range(5):
-    ...     guard.saved(-2.0, plain_s=2.0)
-    >>> guard.is_paused
-    True
+    ...     guard.saved(-2.0, plain_s=2.0, rows=1)
+    >>> guard.pause
+    32
     """
 
     MOST_LOST = 5.0
@@ -60,29 +64,32 @@ class LossGuard:
     MOST_SAVED = 8.0
     """Plain rounds saved that count against later losses, so that drafts that stop paying are noticed."""
     FIRST, LONGEST = 32, 512
-    """Rounds of the first pause and of the longest; each is twice as long as the one before, until drafts pay again."""
+    """Rounds of the first pause and of the longest, that of R rows divided by √R; each is twice as long as the one
+    before, until drafts pay again."""
 
     def __init__(self) -> None:
         self._saved = 0.0
-        self._pause = self.FIRST
-        self._left = 0
+        self._next_pause = self.FIRST
+        self.pause = 0
+        """The number of rounds from now on that should be plain."""
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether the next round should be plain."""
-        return self._left > 0
+    def renew(self) -> None:
+        """Ends a pause where a batch begins anew, of other texts; drafts may lose one plain round before the next."""
+        if self.pause:
+            self.pause, self._saved = 0, 1.0 - self.MOST_LOST
 
     def pass_round(self) -> None:
         """Counts a paused round."""
-        self._left = max(self._left - 1, 0)
+        self.pause = max(self.pause - 1, 0)
 
-    def saved(self, seconds: float, plain_s: float) -> None:
+    def saved(self, seconds: float, plain_s: float, rows: int) -> None:
         """Adds the time that a round with a draft has saved, the drafter's own subtracted."""
-        self._saved = min(self._saved + seconds / plain_s, self.MOST_SAVED)
+        self._saved = min(self._saved + seconds / plain_s * math.sqrt(rows), self.MOST_SAVED)
         if self._saved <= -self.MOST_LOST:
-            self._left, self._pause, self._saved = self._pause, min(2 * self._pause, self.LONGEST), 0.0
+            longest = max(int(self.LONGEST / math.sqrt(rows)), self.FIRST)
+            self.pause, self._next_pause, self._saved = self._next_pause, min(2 * self._next_pause, longest), 0.0
         elif self._saved == self.MOST_SAVED:
-            self._pause = self.FIRST
+            self._next_pause = self.FIRST
 
 
 class ValuedDrafts:
@@ -105,17 +112,19 @@ class ValuedDrafts:
     """The first trials wait for this number of rounds at most, and are small then."""
     UNBOUNDED = 16
     """Every round of this number has no least value, so that sizes that were never tried may be."""
-    FIRST = 4
-    """Most tokens of the first pass with drafts, as a multiple of the rows."""
+    FEW = 3
+    """Most nodes of the first pass with drafts, or one for every four rows."""
     MOST_LOST = 2.0
-    """Most plain rounds that a round is said to have lost: it may have been disturbed."""
+    """Most plain rounds that a round is said to have lost: it may have been disturbed. Divided by the root of the
+    number of rows, as the losses before a pause."""
     PLAIN_AFTER = 128
     """Rounds with drafts before two plain ones."""
 
     def __init__(self, k: int) -> None:
         self.k = k
         self._costs = RoundCosts()
-        self._guard = LossGuard()
+        self._guards = defaultdict[int, LossGuard](LossGuard)
+        """By number of rows, in powers of two: what one row gains, many may lose."""
         self._trust = Trust()
         self._draft: Draft | None = None
         """The draft of this round, before it was cut."""
@@ -132,6 +141,12 @@ class ValuedDrafts:
         """Drops all rows; keeps the measured times."""
         self._costs.is_ragged = is_ragged
         self._rows = self._since_plain = self._plain_left = 0
+        for guard in self._guards.values():
+            guard.renew()
+
+    @property
+    def _guard(self) -> LossGuard:
+        return self._guards[self._rows.bit_length()]
 
     def join(self, requests: Sequence[Request]) -> None:
         """Adds rows."""
@@ -146,7 +161,7 @@ class ValuedDrafts:
         self._is_trial, self._draft, self._number = False, None, self._number + 1
         if self._since_plain >= self.PLAIN_AFTER:
             self._plain_left = 2
-        is_plain = self._plain_left or self._guard.is_paused or not self._costs.knows_plain(self._rows)
+        is_plain = self._plain_left or self._guard.pause or not self._costs.knows_plain(self._rows)
         self._is_drafting = not is_plain
         return [0 if is_plain else self.k] * self._rows
 
@@ -154,10 +169,11 @@ class ValuedDrafts:
     def worth(self) -> Worth:
         """The least value is the one below which no best node pays, however many follow it: see `most_worth`."""
         if not self._costs.knows_plain(self._rows):
-            return Worth(odds=self._trust.odds)
+            return Worth(odds=self._trust.odds, pause=self._guard.pause)
         is_bounded = self._number % self.UNBOUNDED != 0
         least = self._rows * self._costs.least_more(self._rows, hopeful=self._may_try) if is_bounded else 0.0
-        return Worth(least_value=least, odds=self._trust.odds, plain_s=self._costs.plain_now_s(self._rows))
+        plain_s = self._costs.plain_now_s(self._rows)
+        return Worth(least_value=least, odds=self._trust.odds, plain_s=plain_s, pause=self._guard.pause)
 
     @property
     def _may_try(self) -> bool:
@@ -175,8 +191,8 @@ class ValuedDrafts:
         if not draft.tokens.shape[1] or draft.values is None:
             return draft
         self._draft, values = draft, draft.values
-        fewest = (self.FIRST - 1) * self._rows
-        most = max(fewest, int(2 * self._costs.largest) - self._rows)
+        fewest = max(self.FEW, self._rows // 4)
+        most = max(fewest, 2 * (int(self._costs.largest) - self._rows))
         counts, self._rate = most_worth(values, self._seconds, most=most)
         if self._may_try:
             tried, _ = most_worth(values, self._hopeful_s, most=most if self._lost_s <= 0.0 else fewest)
@@ -207,8 +223,10 @@ class ValuedDrafts:
         plain_s = self._costs.pass_s(self._rows, [])
         if self._is_drafting:
             worth = tokens / max(sum(map(bool, output.tokens)), 1)
-            saved_s = worth * plain_s - seconds - self._costs.of_usual(time.draft_s)
-            self._guard.saved(max(saved_s, -self.MOST_LOST * plain_s), plain_s)
+            # Without a node the pass was a plain one.
+            saved_s = (worth * plain_s - seconds if nodes else 0.0) - self._costs.of_usual(time.draft_s)
+            least_s = -self.MOST_LOST * plain_s / math.sqrt(self._rows)
+            self._guard.saved(max(saved_s, least_s), plain_s, self._rows)
         self._since_trial += 1
         if self._is_trial:
             self._trials, self._since_trial = self._trials + 1, 0

@@ -249,6 +249,79 @@ def test_rows_share_a_pass() -> None:
     assert seen.count([[5, 6, 7], [ABSENT] * 3]) > 40
 
 
+class Rows:
+    """Decoding of many rows; a pass takes as long as it has tokens, and the drafter's time for each row is given."""
+
+    def __init__(self, policy: ValuedDrafts, rows: int, *, draft_s: float) -> None:
+        self.policy, self.rows, self.draft_s = policy, rows, draft_s
+        self.chooser = random.Random(0)
+        self.kept: list[int] = []
+        self.tokens, self.seconds = 0, 0.0
+        policy.start(None, is_ragged=True)
+        policy.join(requests([[1]] * rows))
+
+    def run(self, rounds: int, value: float, right: float) -> None:
+        """Rounds in which a drafter promises every fourth row a token with this chance; the share `right` comes."""
+        for _ in range(rounds):
+            is_asked = any(self.policy.next())
+            chance = at_odds(value, self.policy.worth.factor)
+            values = [[chance] if is_asked and row % 4 == 0 else [] for row in range(self.rows)]
+            draft = self.policy.cut(Draft.of_lists([[1] * len(row) for row in values], values=values))
+            nodes = [sum(token != ABSENT for token in row) for row in draft.lists[0]] or [0] * self.rows
+            is_right = [self.chooser.random() < right for _ in nodes]
+            output = round_of([int(node and right) for node, right in zip(nodes, is_right, strict=True)], nodes)
+            for row, tokens in enumerate(output.tokens):
+                tokens[0] = int(is_right[row])  # the drafted token, or another
+            seconds = 1.0 * (self.rows + sum(nodes))
+            time = RoundTime(draft_s=self.draft_s * self.rows * is_asked, verify_s=seconds, other_s=0.0)
+            self.policy.observe(output, time)
+            self.kept.append(sum(nodes))
+            self.tokens += sum(map(len, output.tokens))
+            self.seconds += seconds + time.draft_s
+
+
+@pytest.mark.parametrize("right", [0.0, 0.5, 0.9])
+def test_a_few_tokens_among_many_rows_are_not_free(right: float) -> None:
+    """Guards batches whose passes take as long as they have tokens: 33 tokens are nearly as many as 32, yet the one
+    more costs all that it can bring."""
+    many = Rows(ValuedDrafts(8), 32, draft_s=0.0)
+    many.run(400, 0.9, right)
+    assert many.tokens / many.seconds > 0.985 and sum(many.kept[200:]) < 100
+
+
+def test_many_rows_pause_sooner_than_one() -> None:
+    """Guards large batches, whose luck is small: a drafter that takes a twentieth of a pass and brings nothing is left
+    alone nearly always, and so is one that takes a fiftieth."""
+    for draft_s in (0.05, 0.02):
+        many = Rows(ValuedDrafts(8), 32, draft_s=draft_s)
+        many.run(2000, 0.3, 0.0)
+        assert many.tokens / many.seconds > 0.985
+
+
+def test_a_batch_of_other_texts_tries_drafts_again() -> None:
+    """Guards one client after a text without repetitions: its next text need not wait for the end of a long pause."""
+    run = Run(ValuedDrafts(8), steps)
+    run.run(1500, [[0.92**depth for depth in range(1, 9)]], 0.0)
+    while not run.policy.worth.pause > 64:
+        run.run(1, [SURE], 0.0)
+    late = Run(run.policy, steps)
+    late.run(100, [SURE])
+    assert sum(map(bool, late.kept)) > 60
+    while not late.policy.worth.pause:
+        late.run(1, [SURE], 0.0)
+    again = Run(late.policy, steps)
+    again.run(20, [SURE], 0.0)
+    assert sum(map(bool, again.kept)) < 5  # they may lose a round, not five
+
+
+def test_losses_of_many_rows_are_not_those_of_one() -> None:
+    policy = ValuedDrafts(8)
+    Rows(policy, 32, draft_s=0.5).run(400, 0.9, 0.0)
+    one = Run(policy, steps)
+    one.run(60, [SURE])
+    assert sum(map(bool, one.kept)) > 40
+
+
 def test_equal_values_keep_ancestors() -> None:
     """Guards the order: a parent comes before its child, and its row's others."""
     kept, _ = most_worth([[0.5, 0.5, 0.5]], lambda nodes: 1.0 + (0.3, 0.5, 0.6, 9.0)[sum(nodes)])
