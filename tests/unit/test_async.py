@@ -75,7 +75,7 @@ def test_the_end_of_an_answer_does_not_wait_for_the_prompt_of_another(
 ) -> None:
     """Guards the last tokens of a stream: when no other answer was under way, the rest of a long prompt was read at
     once, and they were told after that, seconds later."""
-    monkeypatch.setattr(PrefillPace, "most", 1)
+    monkeypatch.setattr(PrefillPace, "most", lambda pace, rows: 1)
     told: list[bool] = []
     read = engine._batch.read
 

@@ -124,7 +124,7 @@ class Batch:
             tokens = self.prefill.read(most)
         self._admit_read()
         self.clock.lap("prefill")
-        self.prefill.pace.read(tokens, self.clock.last_s["prefill"])
+        self.prefill.pace.add(0, tokens, seconds=self.clock.last_s["prefill"])
 
     def read_along(self, most: int) -> None:
         """Lets the next round read a piece of at most `most` tokens of the prompts in prefill too."""
@@ -195,13 +195,14 @@ class Batch:
         )  # fmt: skip
         self.lengths.observe(output, None if read or self._behind else time)
         self.clock.count(output)
+        rows = max(sum(map(bool, output.tokens)), 1)
         if read:
-            self.prefill.pace.read_along(read, time.total_s)
+            self.prefill.pace.add(rows, read, seconds=time.total_s)
             self.clock.lap("other")
             self._admit_read()
             self.clock.lap("prefill")
         elif not self._behind:
-            self.prefill.pace.decode(time.total_s)
+            self.prefill.pace.add(rows, 0, seconds=time.total_s)
         if self.is_finished and not self.prefill.generations:
             self._save(self.generations)
             self.clear()
@@ -269,7 +270,7 @@ class Batch:
         running = [text for text in self.generations if not text.is_over]
         if not self.lengths.runs_plain or len(running) < 2 or not any(text.is_watched for text in running):
             return {}
-        return self.drafter.catch_up(rows, self.prefill.pace.most)
+        return self.drafter.catch_up(rows, self.prefill.pace.most(len(running)))
 
     def trim(self, draft: Draft) -> Draft:
         """Removes nodes that the policy does not verify, and nodes below the largest depth of their row."""

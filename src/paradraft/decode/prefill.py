@@ -7,11 +7,13 @@ side, the shortest first, so that none waits for the whole of a longer one.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paradraft.core import Committed, Request
 from paradraft.decode.generation import Generation
@@ -71,9 +73,8 @@ class Prefill:
         """Most prompt tokens to read before the next round, and along with it."""
         if not any(generation.is_watched for generation in [*running, *self.generations]):
             return sys.maxsize, 0
-        if all(generation.is_over for generation in running):
-            return ending(self._target.unread, self.pace.alone), 0
-        return 0, self.pace.most
+        rows = sum(not generation.is_over for generation in running)
+        return (0, self.pace.most(rows)) if rows else (ending(self._target.unread, self.pace.alone), 0)
 
     def begin(self, generations: Sequence[Generation]) -> None:
         """Adds requests; see `Target.begin` for errors."""
@@ -158,19 +159,21 @@ def ending(unread: Sequence[int], budget: int) -> int:
 
 
 class PrefillPace:
-    """Chooses the size of pieces from the times of rounds and prefills.
+    """Chooses the size of pieces by the times of rounds and of prefills.
+
+    A round takes a constant time, a time for each row that it decodes, and a time for each token of a prompt that it
+    reads too; the three are fitted to the last rounds, because a busy server seldom has rounds that read nothing.
 
     >>> pace = PrefillPace()
-    >>> pace.most
+    >>> pace.most(1)
     64
-    >>> for _ in range(3):
-    ...     pace.decode(0.004)
-    ...     pace.read(100, 0.010)
-    >>> pace.most
-    80
+    >>> for rows, tokens in ((0, 100), (1, 0), (4, 0), (1, 50)):
+    ...     pace.add(rows, tokens, seconds=0.002 + 0.001 * rows + 0.0001 * tokens)
+    >>> pace.most(1), pace.most(4), pace.most(7)
+    (75, 150, 200)
     """
 
-    ROUNDS_OF_A_PIECE = 2
+    ROUNDS_OF_A_PIECE = 2.5
     """Shorter pieces are read at a lower rate, so that their reader waits longer, and the others with it."""
     LEAST = 4
     """Fewer tokens take hardly less time."""
@@ -180,47 +183,77 @@ class PrefillPace:
     """Tokens while no time is known."""
     ALONE_S = 0.1
     """Time of a piece where nothing runs: then arrivals and cancellations are seen."""
-    ROUNDS = 256
-    """Rounds remembered: enough to include those of a fuller batch, a while ago."""
-    PREFILLS = 16
-    """Pieces remembered."""
+    MOST = 2
+    """A piece has at most this many times the tokens of those before it."""
+    ROUNDS = 32
+    """Rounds remembered of each kind."""
+    REFIT = 4
+    """Rounds until the times are fitted again."""
+    NEAR = 0.1
+    """Relative deviation up to which all rounds count alike: others were disturbed."""
 
     def __init__(self) -> None:
-        self._rounds_s = deque[float](maxlen=self.ROUNDS)
-        self._tokens_s = deque[float](maxlen=self.PREFILLS)
+        kinds = ("decoding", "reading", "alone")
+        self._rounds = {kind: deque[tuple[int, int, float]](maxlen=self.ROUNDS) for kind in kinds}
+        """Rows, tokens and seconds."""
+        self._since_fit = self.REFIT
+        self._fitted = np.zeros(3)
 
-    def decode(self, seconds: float) -> None:
-        """Records the time of a round."""
-        self._rounds_s.append(seconds)
+    def add(self, rows: int, tokens: int, *, seconds: float) -> None:
+        """Records the time of a round over `rows` rows that read `tokens` tokens of prompts; no rows: of a prefill."""
+        if rows or tokens:
+            self._rounds["decoding" if not tokens else "reading" if rows else "alone"].append((rows, tokens, seconds))
+            self._since_fit += 1
 
-    def read(self, tokens: int, seconds: float) -> None:
-        """Records the time of a piece that was read alone."""
-        if tokens:
-            self._tokens_s.append(seconds / tokens)
-
-    def read_along(self, tokens: int, seconds: float) -> None:
-        """Records the time of a round that read a piece too."""
-        # A short piece may take no more time: then the next one has at most twice as many tokens.
-        self.read(tokens, max(seconds - statistics.median(self._rounds_s or [seconds]), seconds / 2))
-
-    @property
-    def most(self) -> int:
-        """Size of a piece that a round reads too: its tokens take about as long as `ROUNDS_OF_A_PIECE`."""
-        if not self._tokens_s:
+    def most(self, rows: int) -> int:
+        """Size of a piece that a round over `rows` rows reads too: about the time of `ROUNDS_OF_A_PIECE` rounds."""
+        if not self._read:
             return self.FIRST
-        if not self._rounds_s:
+        if not (self._rounds["decoding"] or self._rounds["reading"]):
             return self.LEAST_ALONE
-        most_s = self.ROUNDS_OF_A_PIECE * statistics.median(self._rounds_s)
-        return max(int(most_s / self._token_s), self.LEAST)
+        start_s, row_s, token_s = self._times_s()
+        return self._within(self.ROUNDS_OF_A_PIECE * (start_s + row_s * rows), token_s, self.LEAST)
 
     @property
     def alone(self) -> int:
         """Piece size where no request runs."""
-        return max(int(self.ALONE_S / self._token_s), self.LEAST_ALONE) if self._tokens_s else self.FIRST
+        if not self._read:
+            return self.FIRST
+        start_s, _, token_s = self._times_s()
+        return self._within(self.ALONE_S - start_s, token_s, self.LEAST_ALONE)
 
     @property
-    def _token_s(self) -> float:
-        return max(statistics.median(self._tokens_s), 1e-9)
+    def _read(self) -> list[int]:
+        """Sizes of the last pieces."""
+        return [tokens for kind in ("reading", "alone") for _, tokens, _ in self._rounds[kind]]
+
+    def _within(self, seconds: float, token_s: float, least: int) -> int:
+        return round(min(max(seconds / token_s, least), max(self.MOST * max(self._read), self.FIRST)))
+
+    def _times_s(self) -> tuple[float, float, float]:
+        """The constant time of a round, and those of a row and of a token."""
+        if self._since_fit >= self.REFIT:
+            self._since_fit = 0
+            self._fitted = fitted([each for rounds in self._rounds.values() for each in rounds], self.NEAR)
+        start_s, row_s, token_s = self._fitted.tolist()
+        return start_s, row_s, max(token_s, 1e-9)
+
+
+def fitted(rounds: Sequence[tuple[int, int, float]], near: float) -> NDArray[np.float64]:
+    """The three times, none negative, with the least sum of relative deviations of (rows, tokens, seconds)."""
+    rows, tokens, seconds = np.array(rounds, dtype=np.float64).T
+    parts = np.stack([np.ones_like(rows), rows, tokens], axis=1) / np.maximum(seconds, 1e-9)[:, None]
+    weights, times, used = np.ones_like(rows), np.zeros(3), [0, 1, 2]
+    for _ in range(4):
+        while True:
+            found, *_ = np.linalg.lstsq(parts[:, used] * weights[:, None], weights, rcond=None)
+            if found.min() >= 0.0 or len(used) == 1:
+                break
+            del used[int(found.argmin())]
+        times = np.zeros(3)
+        times[used] = np.maximum(found, 0.0)
+        weights = np.sqrt(1.0 / np.maximum(np.abs(parts @ times - 1.0), near))
+    return times
 
 
 def _of_target(prefix: Prefix | None) -> tuple[SavedRow, int] | None:

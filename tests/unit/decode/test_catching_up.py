@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,7 +33,7 @@ def model(seed: int) -> CausalLM:
 @pytest.fixture
 def batch() -> Batch:
     batch = Batch(target_of(model(1)), AutoregressiveDrafter(model(2)), lengths=Always(3))
-    batch.prefill.pace = type("Pieces", (), {"most": PIECE, **dict.fromkeys(("decode", "read"), lambda *_: None)})()
+    batch.prefill.pace = SimpleNamespace(most=lambda rows: PIECE, add=lambda rows, tokens, *, seconds: None)
     return batch
 
 

@@ -25,14 +25,12 @@ LONG = [7, 9, 11, 13, 8] * 6
 class SmallPieces:
     """Four tokens of prompts between two rounds, and eight where there are none."""
 
-    most, alone = 4, 8
+    alone = 8
 
-    def read(self, tokens: int, seconds: float) -> None:
-        pass
+    def most(self, rows: int) -> int:
+        return 4
 
-    read_along = read
-
-    def decode(self, seconds: float) -> None:
+    def add(self, rows: int, tokens: int, *, seconds: float) -> None:
         pass
 
 
