@@ -256,6 +256,9 @@ class Batch:
         lengths = self.lengths.next()
         worth = self.drafter.worth = self.lengths.worth
         self.target.likeliest = self.drafter.likeliest if worth.pause <= LEARNING else 0
+        if not any(lengths):
+            self._behind, self._most = {}, lengths
+            return lengths
         self._behind = self._catch_up([row for row, length in enumerate(lengths) if length])
         self.lengths.postpone(self._behind)
         rows = enumerate(zip(lengths, self.generations, strict=True))

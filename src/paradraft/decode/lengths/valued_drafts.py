@@ -168,8 +168,8 @@ class ValuedDrafts:
     @property
     def worth(self) -> Worth:
         """The least value is the one below which no best node pays, however many follow it: see `most_worth`."""
-        if not self._costs.knows_plain(self._rows):
-            return Worth(odds=self._trust.odds, pause=self._guard.pause)
+        if not self._is_drafting:
+            return Worth(pause=self._guard.pause)
         is_bounded = self._number % self.UNBOUNDED != 0
         least = self._rows * self._costs.least_more(self._rows, hopeful=self._may_try) if is_bounded else 0.0
         plain_s = self._costs.plain_now_s(self._rows)
