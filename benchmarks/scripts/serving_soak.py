@@ -137,14 +137,17 @@ class Client:
         how = self._chooser.choice(("in its body", "early", "in a stream"))
         good = self._chooser.choice(self._good)
         body = self._body(good, how == "in a stream" or self._chooser.random() < 0.5)
-        if how == "in its body":
-            await self._leave_body(body, good.path)
-        elif how == "in a stream":
-            await self._leave_stream(body, good.path)
-        else:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._chooser.uniform(0.0, 0.05)):
-                    await self._exchange("cancelled too late", Request(content=body, status=200, path=good.path))
+        try:
+            if how == "in its body":
+                await self._leave_body(body, good.path)
+            elif how == "in a stream":
+                await self._leave_stream(body, good.path)
+            else:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._chooser.uniform(0.0, 0.05)):
+                        await self._exchange("cancelled too late", Request(content=body, status=200, path=good.path))
+        except (httpx2.HTTPError, OSError) as error:
+            self._record.unexpected.append(f"cancelled, {body!r}: {type(error).__name__}: {error}")
         self._record.counts["cancelled", how] += 1
 
     async def _leave_body(self, body: bytes, path: str) -> None:
