@@ -122,7 +122,7 @@ def wrong_requests(engine: Engine) -> list[Request]:
         refused("prompt", prompt=""),
         refused("prompt", prompt=[10**6]),
         refused("prompt", prompt={"a": 1}),
-        refused("prompt", prompt="b " * 10 * capacity),
+        refused("prompt", prompt=[5] * (capacity + 1)),
         refused("max_tokens", prompt=[5] * (capacity // 2), max_tokens=capacity),
         refused("max_tokens", max_tokens="5"),
         refused("max_tokens", max_tokens=10**6),
@@ -162,8 +162,8 @@ def good_requests(engine: Engine, count: int, seed: int) -> list[Good]:
     """
     chooser, grammars = random.Random(seed), Grammars(engine.target.facts)
     reads_chats = engine.target.tokenizer.chat_template is not None
-    long = engine.prompt_tokens(LONG.read_text(encoding="utf-8"))
-    length = engine.target.capacity * 3 // 4 - LONGEST
+    long, length = engine.prompt_tokens(LONG.read_text(encoding="utf-8")), engine.target.capacity * 3 // 4 - LONGEST
+    long *= 2 + length // len(long)
     begins = [chooser.randrange(len(long) - length) for _ in range(3)]
     prompts = [*PROMPTS, *(long[begin : begin + length] for begin in begins)]
     requests = list[Good]()

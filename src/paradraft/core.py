@@ -264,7 +264,7 @@ class Committed:
         drawn: see `Verdict`; None for prompts too.
         probes: `Probes.after` the last accepted node: they predict the tokens after `tokens`; None for prompts and for
             drafts without probes.
-        likeliest: that of the pass; None for prompts.
+        likeliest: that of the pass; None for prompts, and where no draft will be asked for soon.
     """
 
     tokens: list[list[int]]
@@ -299,7 +299,8 @@ class Drafter:
     """Layers of the target whose hidden states `join` receives for the whole prompt but its last token, and `commit`
     for each round, numbered as in `paradraft.models.forward.Forward`: -1 is the last one after its norm."""
     likeliest: int = 0
-    """Number of likeliest tokens at each place of a pass that `commit` receives, at most the vocabulary's size."""
+    """Number of likeliest tokens at each place of a pass that `commit` receives, at most the vocabulary's size; none
+    early in a long pause (`Worth.pause`)."""
     tree: Tree | None = None
     """With `branching = "own"`, the size of its trees: K is their depth, and no other tree can be requested. Its
     `Config` has a property `tree` with the same value, because the width of passes is fixed before a drafter is built.

@@ -242,18 +242,23 @@ class PrefillPace:
 def fitted(rounds: Sequence[tuple[int, int, float]], near: float) -> NDArray[np.float64]:
     """The three times, none negative, with the least sum of relative deviations of (rows, tokens, seconds)."""
     rows, tokens, seconds = np.array(rounds, dtype=np.float64).T
-    parts = np.stack([np.ones_like(rows), rows, tokens], axis=1) / np.maximum(seconds, 1e-9)[:, None]
+    # The least time counts as a fourth of the median's, so that no round decides alone.
+    scale = np.maximum(seconds, max(float(np.median(seconds)) / 4.0, 1e-9))
+    # Where rounds are all alike, the solution of least norm splits their time evenly.
+    most = np.array([1.0, max(rows.max(), 1.0), max(tokens.max(), 1.0)])
+    parts = np.stack([np.ones_like(rows), rows, tokens], axis=1) / most / scale[:, None]
+    wanted = seconds / scale
     weights, times, used = np.ones_like(rows), np.zeros(3), [0, 1, 2]
     for _ in range(4):
         while True:
-            found, *_ = np.linalg.lstsq(parts[:, used] * weights[:, None], weights, rcond=None)
+            found, *_ = np.linalg.lstsq(parts[:, used] * weights[:, None], wanted * weights, rcond=None)
             if found.min() >= 0.0 or len(used) == 1:
                 break
             del used[int(found.argmin())]
         times = np.zeros(3)
         times[used] = np.maximum(found, 0.0)
-        weights = np.sqrt(1.0 / np.maximum(np.abs(parts @ times - 1.0), near))
-    return times
+        weights = np.sqrt(1.0 / np.maximum(np.abs(parts @ times - wanted), near))
+    return times / most
 
 
 def _of_target(prefix: Prefix | None) -> tuple[SavedRow, int] | None:

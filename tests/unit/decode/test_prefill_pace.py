@@ -51,6 +51,26 @@ def test_rounds_that_are_all_alike_leave_pieces_as_they_are() -> None:
     assert 0.5 * right(8) < pace.most(8) < 4 * right(8)
 
 
+def test_a_fast_round_does_not_decide_alone() -> None:
+    """Guards relative deviations: those from a time near zero would be larger than all others."""
+    pace, chooser = PrefillPace(), random.Random(3)
+    for _ in range(60):
+        rows, tokens = chooser.randint(1, 16), chooser.choice((0, chooser.randint(4, 90)))
+        pace.add(rows, tokens, seconds=seconds(rows, tokens))
+    for factor in (0.1, 0.0):
+        pace.add(8, 40, seconds=factor * seconds(8, 40))
+        pace.add(8, 0, seconds=factor * seconds(8, 0))
+    assert pace.most(8) == pytest.approx(right(8), rel=0.4)
+
+
+def test_the_first_fit_of_rounds_that_are_all_alike() -> None:
+    """Guards one equation for three times."""
+    pace = PrefillPace()
+    for _ in range(96):
+        pace.add(8, 60, seconds=seconds(8, 60))
+    assert 30 <= pace.most(8) <= 120
+
+
 def test_pieces_are_doubled_at_most() -> None:
     """Guards against a huge piece after small ones that took no time that could be measured."""
     pace, largest = PrefillPace(), 64

@@ -65,31 +65,41 @@ class LossGuard:
     """Plain rounds saved that count against later losses, so that drafts that stop paying are noticed."""
     FIRST, LONGEST = 32, 512
     """Rounds of the first pause and of the longest, that of R rows divided by √R; each is twice as long as the one
-    before, until drafts pay again."""
+    before, up to that, until drafts pay again."""
+    BETWEEN = 256
+    """Rounds between two pauses that `renew` interrupts."""
 
     def __init__(self) -> None:
         self._saved = 0.0
         self._next_pause = self.FIRST
         self.pause = 0
         """The number of rounds from now on that should be plain."""
+        self._interrupted = 0
+        """Rounds of an interrupted pause that are left, if drafts lose time again."""
+        self._since_renewal = self.BETWEEN
 
     def renew(self) -> None:
-        """Ends a pause where a batch begins anew, of other texts; drafts may lose one plain round before the next."""
-        if self.pause:
-            self.pause, self._saved = 0, 1.0 - self.MOST_LOST
+        """Interrupts a pause where a batch begins anew, of other texts, until drafts have lost one plain round."""
+        if self.pause and self._since_renewal >= self.BETWEEN:
+            self._interrupted, self.pause, self._saved, self._since_renewal = self.pause, 0, 1.0 - self.MOST_LOST, 0
 
     def pass_round(self) -> None:
-        """Counts a paused round."""
+        """Counts a round."""
         self.pause = max(self.pause - 1, 0)
+        self._since_renewal += 1
 
     def saved(self, seconds: float, plain_s: float, rows: int) -> None:
         """Adds the time that a round with a draft has saved, the drafter's own subtracted."""
         self._saved = min(self._saved + seconds / plain_s * math.sqrt(rows), self.MOST_SAVED)
         if self._saved <= -self.MOST_LOST:
-            longest = max(int(self.LONGEST / math.sqrt(rows)), self.FIRST)
-            self.pause, self._next_pause, self._saved = self._next_pause, min(2 * self._next_pause, longest), 0.0
+            if self._interrupted:
+                self.pause = self._interrupted
+            else:
+                longest = max(int(self.LONGEST / math.sqrt(rows)), self.FIRST)
+                self.pause, self._next_pause = self._next_pause, min(2 * self._next_pause, longest)
+            self._saved, self._interrupted = 0.0, 0
         elif self._saved == self.MOST_SAVED:
-            self._next_pause = self.FIRST
+            self._next_pause, self._interrupted = self.FIRST, 0
 
 
 class ValuedDrafts:
@@ -168,11 +178,13 @@ class ValuedDrafts:
     @property
     def worth(self) -> Worth:
         """The least value is the one below which no best node pays, however many follow it: see `most_worth`."""
-        if not self._is_drafting:
+        if not self._costs.knows_plain(self._rows):
             return Worth(pause=self._guard.pause)
+        plain_s = self._costs.plain_now_s(self._rows)
+        if not self._is_drafting:
+            return Worth(plain_s=plain_s, pause=self._guard.pause)
         is_bounded = self._number % self.UNBOUNDED != 0
         least = self._rows * self._costs.least_more(self._rows, hopeful=self._may_try) if is_bounded else 0.0
-        plain_s = self._costs.plain_now_s(self._rows)
         return Worth(least_value=least, odds=self._trust.odds, plain_s=plain_s, pause=self._guard.pause)
 
     @property
@@ -208,6 +220,8 @@ class ValuedDrafts:
 
     def observe(self, output: RoundOutput, time: RoundTime | None) -> None:
         """Learns the time of the round, and how far the values can be trusted."""
+        for guard in self._guards.values():
+            guard.pass_round()
         if self._draft is not None:
             self._trust.learn(self._draft, output.tokens)
         if time is None:
@@ -215,7 +229,6 @@ class ValuedDrafts:
         nodes, tokens = [count for count in output.nodes if count], sum(map(len, output.tokens))
         self._since_plain = self._since_plain + 1 if nodes else 0
         self._plain_left = max(self._plain_left - 1, 0)
-        self._guard.pass_round()
         self._costs.learn(self._rows, nodes, self.k, time, unread=0, is_first=False, is_usual=not self._is_trial)
         seconds = self._costs.of_usual(time.verify_s + time.other_s)
         if not self._costs.knows_plain(self._rows):
