@@ -79,6 +79,8 @@ class Expected:
         self._costs = RoundCosts()
         self._acceptance = AcceptanceShares(k, is_chain=True)
         self._lost_s = 0.0
+        self._is_timed = True
+        """Whether the time of the last round was known: of those that read prompts it is not."""
         self._early_tries = 0
         self.start(None, is_ragged=True)
 
@@ -131,7 +133,7 @@ class Expected:
             self._plan = self._choose()
         self._age += 1
         is_soon = self._since_try >= self.SOON and self._is_early(self._plan)
-        if self._try is None and (self._lost_s <= 0.0 or is_soon):
+        if self._try is None and self._is_timed and (self._lost_s <= 0.0 or is_soon):
             self._begin_try(self._plan)
         self._requested = list(self._plan.nodes if self._try is None else self._try)
         return self._requested if self._acceptance.is_chain else [self.k if nodes else 0 for nodes in self._requested]
@@ -236,7 +238,12 @@ class Expected:
             could = [drafted if is_finished else nodes for nodes, drafted, is_finished in rows]
             if any(could):
                 self._acceptance.learn(could, output.nodes, output.paths)
-        if self._plan is None or time is None:
+        self._is_timed = time is not None
+        if self._plan is None:
+            return
+        if time is None:
+            if self._try is not None:
+                self._give_up_try([nodes for nodes in output.nodes if nodes])
             return
         seconds = self._costs.of_usual(time.total_s)
         if self._try is None:
@@ -253,3 +260,12 @@ class Expected:
             if lost_s < 0.0:
                 self._number_of_tries -= 1
             self._try, self._plan = None, None
+
+    def _give_up_try(self, nodes: Sequence[int]) -> None:
+        """Ends a trial whose time is unknown; it has lost what such a round is expected to."""
+        assert self._plan is not None
+        seconds = 2.0 * self._plan.seconds
+        if self._costs.knows_drafts:
+            seconds = self._costs.seconds(self._rows, nodes, max(nodes, default=0))
+        self._lost_s += max(seconds - self._plan.seconds, 0.0)
+        self._try, self._plan = None, None

@@ -142,6 +142,8 @@ class ValuedDrafts:
         self._rows = self._since_plain = self._plain_left = 0
         self._trials = self._since_trial = 0
         self._is_trial = self._is_drafting = False
+        self._is_timed = True
+        """Whether the time of the last round was known: of those that read prompts it is not, and trials would be lost."""
         self._number = 0
         """Of the round."""
         self._rate = self._expected = 0.0
@@ -189,7 +191,7 @@ class ValuedDrafts:
 
     @property
     def _may_try(self) -> bool:
-        return self._lost_s <= 0.0 or self._is_early
+        return self._is_timed and (self._lost_s <= 0.0 or self._is_early)
 
     @property
     def _is_early(self) -> bool:
@@ -224,9 +226,12 @@ class ValuedDrafts:
             guard.pass_round()
         if self._draft is not None:
             self._trust.learn(self._draft, output.tokens)
-        if time is None:
-            return
         nodes, tokens = [count for count in output.nodes if count], sum(map(len, output.tokens))
+        self._is_timed = time is not None
+        if time is None:
+            if self._is_trial:
+                self._end_trial(self._costs.pass_s(self._rows, nodes))
+            return
         self._since_plain = self._since_plain + 1 if nodes else 0
         self._plain_left = max(self._plain_left - 1, 0)
         self._costs.learn(self._rows, nodes, self.k, time, unread=0, is_first=False, is_usual=not self._is_trial)
@@ -242,9 +247,12 @@ class ValuedDrafts:
             self._guard.saved(max(saved_s, least_s), plain_s, self._rows)
         self._since_trial += 1
         if self._is_trial:
-            self._trials, self._since_trial = self._trials + 1, 0
-            # The tokens of a single round are mostly luck, so those that were expected count.
-            lost_s = min(seconds - self._expected / self._rate, self.MOST_LOST * plain_s)
-            self._lost_s = max(self._lost_s + lost_s, 0.0)
+            self._end_trial(seconds)
         else:
             self._lost_s = max(self._lost_s - self.EXPLORE * seconds, 0.0)
+
+    def _end_trial(self, seconds: float) -> None:
+        """Counts what a round has lost; the tokens of one are mostly luck, so those that were expected count."""
+        self._trials, self._since_trial = self._trials + 1, 0
+        most_s = self.MOST_LOST * self._costs.pass_s(self._rows, [])
+        self._lost_s = max(self._lost_s + min(seconds - self._expected / self._rate, most_s), 0.0)

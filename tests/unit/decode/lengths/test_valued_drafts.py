@@ -368,6 +368,20 @@ def test_a_pause_passes_while_others_run() -> None:
     assert (left, run.policy.worth.pause) == (left, 1) and left < 32
 
 
+def test_rounds_of_unknown_time_are_no_trials() -> None:
+    """Guards busy servers, whose rounds nearly all read prompts: each of them tried a large draft, because no trial
+    ever ended."""
+    run = Run(ValuedDrafts(8), steps)
+    run.run(100, [UNSURE])
+    kept = 0
+    for _ in range(200):
+        (k,) = run.policy.next()
+        values = [UNSURE[:k]]
+        kept += run.policy.cut(Draft.of_lists([[1] * len(values[0])], values=values)).tokens.shape[1]
+        run.policy.observe(round_of([0], [0]), None)
+    assert kept <= 4  # the first round, whose time might have been known
+
+
 def test_plain_rounds_are_told_their_time() -> None:
     """Guards draft models in unions, whose next trial waits for a share of all time, that of pauses too."""
     run = Run(ValuedDrafts(8), steps)
