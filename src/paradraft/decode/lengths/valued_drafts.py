@@ -143,7 +143,7 @@ class ValuedDrafts:
         self._trials = self._since_trial = 0
         self._is_trial = self._is_drafting = False
         self._is_timed = True
-        """Whether the time of the last round was known: of those that read prompts it is not, and trials would be lost."""
+        """Whether the time of the last round was known: of those that read prompts it is not."""
         self._number = 0
         """Of the round."""
         self._rate = self._expected = 0.0

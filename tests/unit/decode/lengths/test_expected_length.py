@@ -213,16 +213,18 @@ def test_a_machine_that_slows_down_misleads_nobody() -> None:
     assert simulated.speed >= 0.98
 
 
-@pytest.mark.parametrize("rounds", [0, 20, 300])
-def test_rounds_of_unknown_time_are_no_trials(rounds: int) -> None:
+def test_rounds_of_unknown_time_are_no_trials() -> None:
     """Guards busy servers, whose rounds nearly all read prompts: a trial went on until one did not."""
-    simulated = Simulated(Expected(8), 4, steep, lambda rows, depth: 0.3)
-    simulated.run(4 + rounds, [0.0] * 4)
-    asked = []
-    for _ in range(200):
-        asked.append(simulated.policy.next())
-        simulated.policy.observe(round_of([0] * 4, asked[-1]), None)
-    assert sum(map(any, asked)) <= 1
+    tried = []
+    for before in range(100):
+        simulated = Simulated(Expected(8), 4, steep, lambda rows, depth: 0.3)
+        simulated.run(before, [0.0] * 4)
+        asked = list[list[int]]()
+        for _ in range(10):
+            asked.append(list(simulated.policy.next()))
+            simulated.policy.observe(round_of([0] * 4, asked[-1]), None)
+        tried.append(sum(map(any, asked)))
+    assert max(tried) == 1  # the first round, whose time might have been known
 
 
 def test_drafts_may_be_less_deep_than_asked_for() -> None:
