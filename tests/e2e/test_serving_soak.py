@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import serving_soak
+from serving_clients import Record
 from serving_requests import Answer, answer_of, difference
-from serving_soak import Outcome, Record, gauges_of
+from serving_soak import Outcome, gauges_of
 
 COUNTS = Counter(
     {
