@@ -183,7 +183,7 @@ class PrefillPace:
     """Tokens while no time is known."""
     ALONE_S = 0.1
     """Time of a piece where nothing runs: then arrivals and cancellations are seen."""
-    MOST = 2
+    GROWTH = 2
     """A piece has at most this many times the tokens of those before it."""
     ROUNDS = 32
     """Rounds remembered of each kind."""
@@ -228,7 +228,7 @@ class PrefillPace:
         return [tokens for kind in ("reading", "alone") for _, tokens, _ in self._rounds[kind]]
 
     def _within(self, seconds: float, token_s: float, least: int) -> int:
-        return round(min(max(seconds / token_s, least), max(self.MOST * max(self._read), self.FIRST)))
+        return round(min(max(seconds / token_s, least), max(self.GROWTH * max(self._read), self.FIRST)))
 
     def _times_s(self) -> tuple[float, float, float]:
         """The constant time of a round, and those of a row and of a token."""
