@@ -1,20 +1,13 @@
-"""The rejection rule against the target's joint distribution, by enumeration, and wrong rules that must be caught.
-
-Every way a round can go is one row of a batch: which tokens were drafted, and which nodes shall be
-accepted. How likely a row is, is found from the rule itself: the uniform number below which it
-accepts a node is searched by bisection, to the last bit. So nothing of the rule is written down twice.
-"""
+"""The rejection rule against the target's joint distribution, by enumeration, and wrong rules that must be caught."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
 
 from paradraft.core import INVALID, Draft, TargetOut, Verdict
 from paradraft.sampling_params import Sampling
@@ -23,162 +16,21 @@ from paradraft.verify.rejection import verify
 from tests.support import plain_rejection
 from tests.support.bonus import with_bonus
 from tests.support.decoding import sampler
+from tests.support.enumeration import (
+    LENGTH,
+    SHAPES,
+    VOCAB,
+    Scripted,
+    Verify,
+    error_of,
+    largest_error,
+    p_of,
+    path_to,
+    possible_drafts,
+    q_of,
+    spread,
+)
 from tests.support.trees import random_parents
-
-VOCAB, LENGTH = 4, 4
-"""Texts of so many tokens are compared; no draft here is as deep."""
-Verify = Callable[[Draft, TargetOut, "Scripted"], Verdict]
-
-SHAPES = {
-    "one": [-1],
-    "chain": [-1, 0, 1],
-    "siblings": [-1, -1, 0],
-    "tree": [-1, -1, 0, 1],
-    "three siblings": [-1, -1, -1],
-    "depth first": [-1, 0, -1, 2],
-    "ragged": [-1, 0, 1],
-}
-ABSENT_NODES = {"ragged": {1, 2}}
-"""Nodes that a row does not have."""
-
-
-class Scripted:
-    """Stands in for `Sampler`: its random numbers are chosen by the test, and what is drawn from is remembered."""
-
-    reads_text = False
-
-    def __init__(self, p_BMV: Tensor, chance_BN: Tensor) -> None:
-        self.p_BMV, self.chance_BN = p_BMV, chance_BN
-
-    def probabilities(self, logits: Tensor, texts: Tensor | None) -> Tensor:
-        return logits.exp()
-
-    def acceptance_numbers(self, number: int) -> Tensor:
-        return self.chance_BN
-
-    def draw_next(self, probs_BV: Tensor) -> Tensor:
-        self.left_BV = probs_BV
-        return torch.zeros(len(probs_BV), dtype=torch.long)
-
-
-def distribution(kind: int, text: tuple[int, ...]) -> list[float]:
-    """Any conditional distribution of the next token; some tokens are impossible."""
-    generator = torch.Generator().manual_seed(kind * 1000 + 2 + int("1" + "".join(str(token + 1) for token in text)))
-    p = torch.rand(VOCAB, generator=generator, dtype=torch.float64) ** 2
-    if len(text) % 2:
-        p[torch.randint(VOCAB, (1,), generator=generator)] = 0.0
-    return (p / p.sum()).tolist()
-
-
-def p_of(text: tuple[int, ...]) -> list[float]:
-    return distribution(1, text)
-
-
-def q_of(text: tuple[int, ...]) -> list[float]:
-    return distribution(2, text)
-
-
-@dataclass
-class Drafted:
-    """One possible draft: its tokens, the chance that it is made, and what each token was drawn from."""
-
-    tokens: list[int]
-    weight: float
-    probs: list[list[float]]
-
-
-def possible_drafts(shape: str, *, sampled: bool) -> list[Drafted]:
-    """All drafts of a shape: siblings are drawn without replacement, or are the likeliest tokens."""
-    parents, absent = SHAPES[shape], ABSENT_NODES.get(shape, set())
-    drafts = [Drafted([], 1.0, [])]
-    for node, parent in enumerate(parents):
-        longer = []
-        for draft in drafts:
-            before = tuple(draft.tokens[i] for i in path_to(parents, parent))
-            taken = {draft.tokens[i] for i in range(node) if parents[i] == parent}
-            q = [0.0 if token in taken else q for token, q in enumerate(q_of(before))]
-            if node in absent:
-                q, choices = [0.0] * VOCAB, [(ABSENT, 1.0)]
-            elif sampled and sum(q) > 0:
-                q = [value / sum(q) for value in q]
-                choices = [(token, chance) for token, chance in enumerate(q) if chance > 0]
-            else:
-                free = [token for token in range(VOCAB) if token not in taken]
-                choices = [(max(free, key=lambda token: q_of(before)[token]) if not sampled else ABSENT, 1.0)]
-            for token, chance in choices:
-                longer.append(Drafted([*draft.tokens, token], draft.weight * chance, [*draft.probs, q]))
-        drafts = longer
-    return drafts
-
-
-def path_to(parents: list[int], node: int) -> list[int]:
-    return [] if node == ABSENT else [*path_to(parents, parents[node]), node]
-
-
-def emitted_distribution(rule: Verify, shape: str, *, sampled: bool) -> dict[tuple[int, ...], float]:
-    """The joint distribution of `LENGTH` tokens: one round, then plain decoding."""
-    parents, N = SHAPES[shape], len(SHAPES[shape])
-    drafts = possible_drafts(shape, sampled=sampled)
-    rows = [(draft, wanted) for draft in drafts for wanted in itertools.product([False, True], repeat=N)]
-    tokens = torch.tensor([draft.tokens for draft, _ in rows])
-    parents_BN = torch.tensor(parents).expand(len(rows), N)
-    probs = torch.tensor([draft.probs for draft, _ in rows], dtype=torch.float64) if sampled else None
-    texts = [[tuple(d.tokens[i] for i in path_to(parents, node)) for node in range(-1, N)] for d, _ in rows]
-    nowhere = [1.0 / VOCAB] * VOCAB
-    p = [[nowhere if ABSENT in text else p_of(text) for text in row] for row in texts]
-    p_BMV = torch.tensor(p, dtype=torch.float64)
-    draft = Draft(tokens=tokens, parents=parents_BN, probs=probs)
-    out = TargetOut(logits=p_BMV.log(), hidden={})
-
-    def accepted(chance_BN: Tensor) -> tuple[Tensor, Verdict, Scripted]:
-        script = Scripted(p_BMV, chance_BN)
-        verdict = rule(draft, out, script)
-        return torch.tensor([[node in path for node in range(N)] for path in verdict.paths]), verdict, script
-
-    wanted = torch.tensor([wanted for _, wanted in rows])
-    weight = torch.tensor([draft.weight for draft, _ in rows], dtype=torch.float64)
-    chance = torch.ones(len(rows), N, dtype=torch.float64)
-    for node in range(N):
-        low, high = torch.zeros(len(rows), dtype=torch.float64), torch.ones(len(rows), dtype=torch.float64)
-        for _ in range(60):
-            chance[:, node] = (low + high) / 2
-            is_accepted = accepted(chance)[0][:, node]
-            low, high = torch.where(is_accepted, chance[:, node], low), torch.where(is_accepted, high, chance[:, node])
-        chance[:, node] = 0.0
-        threshold = torch.where(accepted(chance)[0][:, node], high, 0.0)
-        weight *= torch.where(wanted[:, node], threshold, 1.0 - threshold)
-        # From here on the row goes the way it stands for.
-        chance[:, node] = torch.where(wanted[:, node], 0.0, 1.0)
-
-    _, verdict, script = accepted(chance)
-    joint: dict[tuple[int, ...], float] = dict.fromkeys(itertools.product(range(VOCAB), repeat=LENGTH), 0.0)
-    for row in (weight > 0).nonzero().flatten().tolist():
-        number = len(verdict.paths[row])
-        start, after = verdict.tokens[row][:number], verdict.tokens[row][number + 1 :]
-        for token in range(VOCAB):
-            text = (*start, token, *after)
-            spread(joint, text[:LENGTH], float(weight[row] * script.left_BV[row, token]))
-    return joint
-
-
-def spread(joint: dict[tuple[int, ...], float], text: tuple[int, ...], weight: float) -> None:
-    """Goes on with plain decoding."""
-    if len(text) == LENGTH:
-        joint[text] += weight
-    elif weight > 0:
-        for token, chance in enumerate(p_of(text)):
-            spread(joint, (*text, token), weight * chance)
-
-
-def plain_distribution() -> dict[tuple[int, ...], float]:
-    joint = dict.fromkeys(itertools.product(range(VOCAB), repeat=LENGTH), 0.0)
-    spread(joint, (), 1.0)
-    return joint
-
-
-def largest_error(rule: Verify, shape: str, *, sampled: bool) -> float:
-    found, expected = emitted_distribution(rule, shape, sampled=sampled), plain_distribution()
-    return max(abs(found[text] - expected[text]) for text in expected)
 
 
 @pytest.mark.parametrize("sampled", [True, False])
@@ -353,9 +205,7 @@ def with_one_number(shape: str, *, numbers: int = 500) -> dict[tuple[int, ...], 
 
 def test_one_number_for_two_tokens_is_caught() -> None:
     """Control: tests of acceptance are independent. With one drafted token there is one number, and no error."""
-    expected = plain_distribution()
-    found = {shape: with_one_number(shape) for shape in ("one", "chain")}
-    errors = {shape: max(abs(joint[text] - expected[text]) for text in expected) for shape, joint in found.items()}
+    errors = {shape: error_of(with_one_number(shape)) for shape in ("one", "chain")}
     assert errors["one"] < 3e-4 and errors["chain"] > 1e-3
 
 
