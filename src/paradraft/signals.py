@@ -28,6 +28,12 @@ def sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def may_be_of_signal(error: BaseException) -> bool:
+    """Whether Ctrl-C or SIGTERM may have raised it; they reach only the main thread."""
+    is_of_signal = isinstance(error, (KeyboardInterrupt, SystemExit))
+    return is_of_signal and threading.current_thread() is threading.main_thread()
+
+
 def _exit(signum: int, _: FrameType | None) -> None:
     raise SystemExit(128 + signum)
 

@@ -25,11 +25,10 @@ from paradraft.drafters.parts.draft_layers import DraftLayers, target_layers
 from paradraft.drafters.parts.model_drafter import Config, ModelDrafter
 from paradraft.formats.head import Head, read_head
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.forward.cpu.tree import grow
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target, gathered
 from paradraft.ragged import upload
-from paradraft.sampling.candidates import Candidates, assemble, candidates_needed, joined
+from paradraft.sampling.candidates import Candidates, assemble, joined
 from paradraft.sampling.expansion import expanded
 from paradraft.sources.loading import locate
 from paradraft.traits import Serving, Traits
@@ -65,12 +64,9 @@ class EagleDrafter(ModelDrafter):
         return self._join(torch.cat([embeddings.to(states.dtype), states], dim=-1))
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
-        """Reads the pending tokens, then drafts token by token.
-
-        The side branches of a tree of fixed paths hold the next best tokens after the best path.
-        """
+        """Reads the pending tokens, then drafts token by token; trees depth by depth."""
         able = self.layers.able(lengths)
-        if self._tree is not None and self._tree.budget is not None and max(able):
+        if self._tree is not None and max(able):
             return self._grown(able)
         draft = self._one_by_one(able)
         if able == list(lengths):
@@ -92,10 +88,10 @@ class EagleDrafter(ModelDrafter):
                 wanted_B1 = best_BK[:, -1:].masked_fill(lengths_B1 <= depth, ABSENT)
                 states_B1D = layers.step(wanted_B1, states_B1D)
             logits_B1V = self._head(states_B1D)
-            candidates.append(self._sampler.candidates(logits_B1V, depth, candidates_needed(self._tree), best_BK))
+            candidates.append(self._sampler.candidates(logits_B1V, depth, 1, best_BK))
             best_BK = torch.cat([best_BK, candidates[-1].tokens[:, :, 0]], dim=1)
         self.lm.cache.rollback(committed)
-        return assemble(joined(candidates), self._tree, aside=0.0, faster=grow)
+        return assemble(joined(candidates), None, aside=0.0)
 
     def _grown(self, lengths: Sequence[int]) -> Draft:
         layers, target, k = self.layers, self.layers.target, max(lengths)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -28,13 +27,17 @@ from paradraft.sampling.distribution import (
     penalized_logits,
     probabilities,
 )
+from paradraft.sampling.drawing import token_at, without_replacement
 from paradraft.sampling.faster import Faster
 from paradraft.sampling.noise import gumbel_noise, seed_of, uniform_numbers, with_noise
-from paradraft.tree import ABSENT
+from paradraft.signals import may_be_of_signal
+from paradraft.tree import ABSENT, MOST_CANDIDATES
 
 # Purposes of random numbers under the rejection rule, where each must be independent of all others.
 _DRAFT, _ACCEPT, _NEXT = 1, 2, 3
 _MOST_DEPTH = 2**20
+_NODES = 2**46
+"""Between the keys of the nodes of one depth."""
 CACHED = 2**15
 """Number of float64 values that fit into a CPU's cache a few times."""
 
@@ -171,9 +174,8 @@ class Sampler:
 
     def draw_next(self, probs_BV: Tensor) -> Tensor:
         """`[B]` the recovered or bonus token under the rejection rule, drawn from `[B, V]`; `INVALID` for NaN."""
-        scores = probs_BV[:, None].log()
-        noised_BV = self._noised(scores, seed_of(self._seeds_B, _NEXT), self.lengths_B[:, None])[:, 0]
-        return best_token(noised_BV)
+        shares_B1 = uniform_numbers(seed_of(self._seeds_B, _NEXT), self.lengths_B[:, None])
+        return token_at(probs_BV[:, None], shares_B1)[:, 0]
 
     def candidates(self, logits_BRV: Tensor, depth: int, count: int, path_BD: Tensor | None = None) -> Candidates:
         """The C = `count` candidates of a drafter at depths `depth`, `depth + 1`, … after the committed text.
@@ -194,11 +196,11 @@ class Sampler:
     def candidates_after(self, logits_BRV: Tensor, depth: int, count: int, paths_BRD: Tensor) -> Candidates:
         """The candidates of a drafter after R nodes of one depth, whose tokens from the root are `paths_BRD`.
 
-        They share the random numbers of their position: at most one of these nodes is accepted, and these numbers do
-        not influence which one.
+        They share the noise of the target at their position; separate random numbers are independent.
         """
         depths_BR = _consecutive(depth, 1, logits_BRV.device).expand(-1, logits_BRV.shape[1])
-        return self.candidates_at(logits_BRV, depths_BR, count, paths_BRD)
+        nodes_1R = _consecutive(0, logits_BRV.shape[1], logits_BRV.device)
+        return self.candidates_at(logits_BRV, depths_BR, count, paths_BRD, nodes_1R * _NODES)
 
     def plain_draws(self, count: int, vocab_size: int) -> tuple[list[float], Tensor | None] | None:
         """The inputs of a faster `candidates` at the first `count` positions: temperatures of the rows, and noise
@@ -214,12 +216,16 @@ class Sampler:
         positions_BR = self.lengths_B[:, None] + _consecutive(0, count, self.lengths_B.device)
         return temperatures, gumbel_noise(self._seeds_B, positions_BR, vocab_size)
 
-    def candidates_at(self, logits_BRV: Tensor, depths_BR: Tensor, count: int, paths: Tensor | None) -> Candidates:
+    def candidates_at(
+        self, logits_BRV: Tensor, depths_BR: Tensor, count: int, paths: Tensor | None, streams: Tensor | int = 0
+    ) -> Candidates:
         """The candidates of a drafter at any positions; see `candidates`, and `draw` for the arguments."""
-        candidates = self._candidates_at(logits_BRV, depths_BR, count, paths)
+        candidates = self._candidates_at(logits_BRV, depths_BR, count, paths, streams)
         return candidates.without_closed(logits_BRV) if self._may_forbid else candidates
 
-    def _candidates_at(self, logits_BRV: Tensor, depths_BR: Tensor, count: int, paths: Tensor | None) -> Candidates:
+    def _candidates_at(
+        self, logits_BRV: Tensor, depths_BR: Tensor, count: int, paths: Tensor | None, streams: Tensor | int
+    ) -> Candidates:
         logits_BRV = self._all_penalized(logits_BRV, paths)
         confidence = self._confidence(logits_BRV) if self._wants_confidence else None
         if self.draws == "noise" and self._is_chain:
@@ -227,14 +233,22 @@ class Sampler:
             return Candidates(tokens=tokens, log_probs=torch.zeros_like(tokens), probs=None, confidence=confidence)
         scores_BRV = self._each(self._filtered, logits_BRV, None)
         count = min(count, scores_BRV.shape[2])
-        if self.draws != "numbers" or not (self._is_chain or self._has_paths):
+        if self.draws != "numbers" or self._are_greedy or not (self._is_chain or self._has_paths):
             return self._likeliest(scores_BRV, depths_BR, count, confidence)
-        log_q = scores_BRV.double().log_softmax(-1)
         # A position may be drawn again in a later round, with other numbers.
         drafted_BR = (self.lengths_B - self._begun_B)[:, None] + depths_BR
-        keys = self._begun_B[:, None] * _MOST_DEPTH + drafted_BR
-        tokens = self._noised(log_q, seed_of(self._seeds_B, _DRAFT), keys).topk(count, dim=-1).indices
-        return _candidates(tokens, log_q.gather(-1, tokens), self._drawn_from(log_q, tokens), confidence=confidence)
+        keys = (self._begun_B[:, None] * _MOST_DEPTH + drafted_BR + streams) * MOST_CANDIDATES
+        seeds_B = seed_of(self._seeds_B, _DRAFT)
+        shares_BRC = torch.stack([uniform_numbers(seeds_B, keys + rank) for rank in range(count)], dim=-1)
+        tokens, log_probs, probs = without_replacement(scores_BRV.double().softmax(-1), shares_BRC)
+        if not self._are_random:
+            best = self._likeliest(scores_BRV, depths_BR, count)
+            is_random_B11, certain = self._is_random_B[:, None, None], torch.zeros_like(probs)
+            certain.scatter_(-1, best.tokens[..., None].clamp(min=0), 1.0)
+            tokens = torch.where(is_random_B11, tokens, best.tokens)
+            log_probs = torch.where(is_random_B11, log_probs, best.log_probs)
+            probs = torch.where(is_random_B11[..., None], probs, certain)
+        return _candidates(tokens, log_probs, probs, confidence=confidence)
 
     def guesses_at(self, logits_BRV: Tensor, depths_BR: Tensor, count: int) -> Candidates:
         """The likeliest candidates at these positions, for any rule and draft shape."""
@@ -280,16 +294,6 @@ class Sampler:
             path = torch.cat([path, candidates[-1].tokens[:, :, 0]], dim=1)
         return joined(candidates)
 
-    def _drawn_from(self, log_q_BRV: Tensor, tokens_BRC: Tensor) -> Tensor:
-        """`[B, R, C, V]` q with the better candidates excluded; one-hot in greedy rows."""
-        left = log_q_BRV.exp()
-        probs = []
-        for rank in range(tokens_BRC.shape[-1]):
-            probs.append(left / left.sum(-1, keepdim=True).clamp(min=1e-300))
-            left = left.scatter(-1, tokens_BRC[..., rank : rank + 1], 0.0)
-        certain = torch.nn.functional.one_hot(tokens_BRC, log_q_BRV.shape[-1]).double()
-        return torch.where(self._is_random_B[:, None, None, None], torch.stack(probs, dim=2), certain)
-
     def _noised(self, scores_BRV: Tensor, seeds_B: Tensor, positions_BR: Tensor, rows: slice = slice(None)) -> Tensor:
         """Scores plus noise, in float64; greedy rows get none. `rows` are those of `scores_BRV` in the batch."""
         if self._are_greedy:
@@ -312,7 +316,7 @@ class Sampler:
                 logits, request.sampling, texts, lengths_B, eos_ids=request.eos_ids, limits_B=limits_B
             )
         except BaseException as error:  # a processor's, which is a user's code
-            if _may_be_a_signal(error):
+            if may_be_of_signal(error):
                 raise
             cause = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
             raise RequestError([self._requests[row].id for row in rows.tolist()], cause) from error
@@ -332,12 +336,6 @@ class Sampler:
         ]
         order = torch.cat([rows for _, rows in self._groups]).argsort()
         return torch.cat(parts)[order]
-
-
-def _may_be_a_signal(error: BaseException) -> bool:
-    """Whether Ctrl-C or SIGTERM may have raised it; they reach only the main thread."""
-    is_of_a_signal = isinstance(error, (KeyboardInterrupt, SystemExit))
-    return is_of_a_signal and threading.current_thread() is threading.main_thread()
 
 
 @lru_cache(maxsize=256)

@@ -98,13 +98,16 @@ def test_a_grown_tree_holds_the_likeliest_paths(
 
 
 def test_side_branches_are_read_after_their_own_tokens(family: Path) -> None:
-    """Control: a tree whose side branches go on as the best path does is another one."""
+    """Guards trees of fixed paths: after each of four first tokens its own three likeliest, not those of the best."""
     engine = loaded(family)
-    grown = proposed(engine, PROMPTS, [4] * 3, Tree(budget=16))
-    fixed = tuple((first, second) for first in range(4) for second in range(3))
-    shape = Tree(paths=(*((first,) for first in range(4)), *fixed))
-    aside = proposed(engine, PROMPTS, [4] * 3, shape)
-    assert any(path not in other for one, other in zip(grown, aside, strict=True) for path in one if len(path) == 2)
+    shape = Tree(paths=tuple((first, *second) for first in range(4) for second in ((), (0,), (1,), (2,))))
+    found = proposed(engine, PROMPTS, [4] * 3, shape)
+    for prompt, paths in zip(PROMPTS, found, strict=True):
+        everything = plain(engine, prompt, 2, VOCAB + 4 * VOCAB, 4, VOCAB)
+        firsts = {path for path in paths if len(path) == 1}
+        assert len(firsts) == 4 and len(paths) == 16 and paths <= everything
+    endings = [{path[1] for path in paths if len(path) == 2} for paths in found]
+    assert max(map(len, endings)) > 3, "control: all branches end alike"
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from paradraft.core import Draft
 from paradraft.drafters.parts.previous_token import Correction
 from paradraft.models.forward.cpu.tree import grow
 from paradraft.sampling.candidates import Candidates, assemble_from, candidates_needed
+from paradraft.sampling.expansion import expanded
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import Tree
 
@@ -29,9 +30,15 @@ def draft_of_pass(
     """Draws the tokens of all depths from logits, and for a previous-token head from their hidden states too."""
     if correction is not None and states_BKD is not None:
         return correction.draft(sampler, tree, logits_BKV, states_BKD)
-    count = candidates_needed(tree)
+    K, count = logits_BKV.shape[1], candidates_needed(tree)
+    if sampler.draws == "numbers" and tree is not None and tree.paths is not None:
+
+        def expand(depth: int, new_BW: Tensor, slot_BW: Tensor) -> Tensor:
+            return logits_BKV[:, depth, None].expand(-1, new_BW.shape[1], -1)
+
+        return expanded(sampler, tree, logits_BKV[:, :1], expand, k=K)
 
     def candidates_at(first: int, last: int, before_BD: Tensor | None) -> Candidates:
         return sampler.candidates(logits_BKV[:, first:last], first, count, before_BD)
 
-    return assemble_from(candidates_at, logits_BKV.shape[1], tree, aside=ASIDE, faster=grow)
+    return assemble_from(candidates_at, K, tree, aside=ASIDE, faster=grow)
