@@ -25,11 +25,13 @@ class Rule(Protocol):
 
     Attributes:
         draws: how drafters draw for it.
+        is_of_vllm: whether vLLM verifies by it when it samples.
         same_tokens: whether a seed gives the same tokens with every draft, and so without one.
         warning: how its text differs from the target's; None if it is lossless.
     """
 
     draws: ClassVar[Draws]
+    is_of_vllm: ClassVar[bool]
     same_tokens: ClassVar[bool]
     warning: ClassVar[str | None]
 

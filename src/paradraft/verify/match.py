@@ -73,6 +73,7 @@ class Match:
     """The rule; it has no settings."""
 
     draws: ClassVar[Draws] = "noise"
+    is_of_vllm: ClassVar[bool] = False
     same_tokens: ClassVar[bool] = True
     warning: ClassVar[str | None] = None
 

@@ -42,7 +42,7 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     >>> sampler = Sampler(requests, drafting=Drafting(draws="numbers"))
     >>> verdict = verify(draft, TargetOut(logits=logits, hidden={}), sampler)
     >>> [[tokens[0] for tokens in verdict.tokens].count(token) for token in range(3)]
-    [490, 319, 191]
+    [490, 318, 192]
     """
     (B, N), device = draft.tokens.shape, draft.tokens.device
     texts = texts_before(draft.tokens, draft.parents) if sampler.reads_text else None
@@ -54,7 +54,7 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     path = torch.full((B, N), ABSENT, device=device)
     is_untried_BN = draft.tokens != ABSENT
 
-    left_BV = _p_after(here_B, out, texts, sampler)
+    left_BV = p_after(here_B, out, texts, sampler)
     while N:
         # Tries the children of `here` one after the other; a row that has accepted one waits for the others.
         before_B = accepted_B
@@ -79,12 +79,12 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
         has_moved_B = accepted_B > before_B
         if not bool(has_moved_B.any()):
             break
-        left_BV = torch.where(has_moved_B[:, None], _p_after(here_B, out, texts, sampler), left_BV)
+        left_BV = torch.where(has_moved_B[:, None], p_after(here_B, out, texts, sampler), left_BV)
     ends = to_lists(torch.cat([path, sampler.draw_next(left_BV)[:, None]], dim=1))
     return Verdict.of(draft, [end[:-1] for end in ends], [end[-1] for end in ends])
 
 
-def _p_after(node_B: Tensor, out: TargetOut, texts: Tensor | None, sampler: Sampler) -> Tensor:
+def p_after(node_B: Tensor, out: TargetOut, texts: Tensor | None, sampler: Sampler) -> Tensor:
     """The target's distributions `[B, V]` after these nodes: most nodes are never reached."""
     rows_B = torch.arange(len(node_B), device=node_B.device)
     paths = None if texts is None else texts[rows_B, node_B + 1][:, None]
@@ -104,6 +104,7 @@ class Rejection:
     """The rule; it has no settings."""
 
     draws: ClassVar[Draws] = "numbers"
+    is_of_vllm: ClassVar[bool] = True
     same_tokens: ClassVar[bool] = False
     warning: ClassVar[str | None] = None
 

@@ -32,6 +32,7 @@ class Typical:
     """
 
     draws: ClassVar[Draws] = "likeliest"
+    is_of_vllm: ClassVar[bool] = False
     same_tokens: ClassVar[bool] = False
     warning: ClassVar[str | None] = (
         "typical acceptance is not lossless: at temperatures above 0 the text is not distributed as the target's own"

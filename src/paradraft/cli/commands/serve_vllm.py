@@ -95,7 +95,7 @@ def command_of(context: typer.Context, args: ServeArgs) -> VllmServer:
         without_drafter(speculation),
         (args.plan is not None, "with --plan", ("k",)),
         (True, "with --engine vllm", ("kept_rows", "draft_timeout_s")),
-        (rule.same_tokens, "with --engine vllm, which verifies by rejection when it samples", ("verify",)),
+        (not rule.is_of_vllm, "with --engine vllm, which verifies by rejection when it samples", ("verify",)),
     )
     return server
 
