@@ -133,6 +133,15 @@ def routed_by_drawn_values(draft: Draft, out: TargetOut, sampler: Scripted) -> V
     return verify(cut(draft, lambda q, token: token == ABSENT or q[token] >= 0.3), out, sampler)
 
 
+def cut_by_what_follows(draft: Draft, out: TargetOut, sampler: Scripted) -> Verdict:
+    """Leaves a token of a chain out where the distribution after it is flat, which depends on the token, as a budget
+    for a batch does that also reads the confidences after the tokens that it drops (DSpark, Appendix A)."""
+    assert draft.probs is not None
+    is_sure_BN = torch.nn.functional.pad(draft.probs[:, 1:].amax(-1) >= 0.4, (0, 1), value=True)
+    tokens = draft.tokens.masked_fill(~is_sure_BN.long().cumprod(1).bool(), ABSENT)
+    return verify(Draft(tokens=tokens, parents=draft.parents, probs=draft.probs), out, sampler)
+
+
 def pad_is_zero(draft: Draft, out: TargetOut, sampler: Scripted) -> Verdict:
     """Takes absent nodes for drafts of token 0."""
     return verify(Draft(tokens=draft.tokens.clamp(min=0), parents=draft.parents, probs=draft.probs), out, sampler)
@@ -162,6 +171,7 @@ def p_one_row_too_late(draft: Draft, out: TargetOut, sampler: Scripted) -> Verdi
         (target_after_rejection, "tree", False),
         (siblings_with_replacement, "three siblings", True),
         (pad_is_zero, "ragged", True),
+        (cut_by_what_follows, "chain", True),
         (routed_by_drawn_values, "chain", True),
         (routed_by_drawn_values, "tree", True),
     ],
