@@ -176,16 +176,24 @@ def fitted(texts: Sequence[Text], signal: str) -> Callable[[float], float]:
     return lambda confidence: chances[min(bisect.bisect_left(bounds, confidence), len(chances) - 1)]
 
 
+def always(length: int) -> Callable[[Place], tuple[int, int]]:
+    """The policy of a fixed K."""
+    return lambda _: (length, length)
+
+
+def tabulated(chances: dict[int, list[float]]) -> Chances:
+    """Chances that are known for each place."""
+    return lambda place, at: chances[id(place)][at]
+
+
 def compared(texts: list[Text], replay: Replay, k: int) -> dict[str, float]:
     """Tokens per second by policy."""
-    found = {"plain": replay.rate(texts, lambda _: (0, 0))}
-    fixed = {length: replay.rate(texts, lambda _, length=length: (length, length)) for length in range(1, k + 1)}
+    found = {"plain": replay.rate(texts, always(0))}
+    fixed = {length: replay.rate(texts, always(length)) for length in range(1, k + 1)}
     found["best fixed K"] = max(fixed.values())
     found["K of best fixed K"] = max(fixed, key=fixed.__getitem__)
-    found["best K of each text"] = sum(map(len, texts)) / sum(
-        len(text) / max(replay.rate([text], lambda _, length=length: (length, length)) for length in range(k + 1))
-        for text in texts
-    )
+    best_ms = [len(text) / max(replay.rate([text], always(length)) for length in range(k + 1)) for text in texts]
+    found["best K of each text"] = sum(map(len, texts)) / sum(best_ms)
 
     def threshold(least: float) -> Callable[[Place], tuple[int, int]]:
         def length(place: Place) -> tuple[int, int]:
@@ -204,9 +212,7 @@ def compared(texts: list[Text], replay: Replay, k: int) -> dict[str, float]:
             for text in half
             for place in text
         }
-        found[f"survival by {signal}"] = replay.best_stopping(
-            texts, lambda place, at, found=chances: found[id(place)][at]
-        )
+        found[f"survival by {signal}"] = replay.best_stopping(texts, tabulated(chances))
     found["oracle"] = replay.best_stopping(texts, lambda place, at: float(at < place.accepted))
     return found
 
@@ -275,5 +281,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with torch.inference_mode():
-        main()
+    main()

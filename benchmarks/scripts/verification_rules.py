@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from paradraft.bench.report.summary import write_json
@@ -68,9 +67,13 @@ def of_block(p_MV: Tensor, q_NV: Tensor, tokens: list[int]) -> float:
 
 
 class Compared:
-    """A rule that notes the mean of both rules in each round of a whole draft that it decides."""
+    """A rule that notes the mean of both rules in each round of a whole chain, and else counts only.
 
-    def __init__(self, rule: str, k: int) -> None:
+    Args:
+        k: tokens of a chain; None for trees, of which all that have a token count.
+    """
+
+    def __init__(self, rule: str, k: int | None) -> None:
         self._rule, self._k = load_rule(rule), k
         self.means: dict[str, list[float]] = {name: [] for name in SAMPLED}
         self.accepted: list[int] = []
@@ -78,9 +81,10 @@ class Compared:
     def __call__(self, draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
         """The rule's verdict."""
         verdict = self._rule(draft, out, sampler)
-        whole = [row for row, tokens in enumerate(draft.lists[0]) if sum(token >= 0 for token in tokens) == self._k]
+        drafted = [sum(token >= 0 for token in tokens) for tokens in draft.lists[0]]
+        whole = [row for row, count in enumerate(drafted) if (count > 0 if self._k is None else count == self._k)]
         self.accepted += [len(verdict.paths[row]) for row in whole]
-        if draft.probs is not None:
+        if self._k is not None and draft.probs is not None:
             p_BMV = sampler.probabilities(out.logits)
             for row in whole:
                 for name, mean_of in zip(SAMPLED, (of_rejection, of_block), strict=True):
@@ -192,5 +196,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with torch.inference_mode():
-        main()
+    main()
