@@ -114,8 +114,6 @@ def killed(recipe: PardRecipe, change: int | None) -> list[str]:
     """Trains until a change of the disk; returns all changes up to there."""
     with pytest.MonkeyPatch.context() as patch:
         disk = Disk(patch, change)
-        # In a process of thousands of tests each collection of garbage takes a second, and there are hundreds.
-        patch.setattr("paradraft.train.run.trainer.give_back", lambda: None)
         try:
             train_pard(recipe, lambda report: None)
         except KilledError:
@@ -126,6 +124,8 @@ def killed(recipe: PardRecipe, change: int | None) -> list[str]:
 def check_all_kills(family: Path, folder: Path, lengths: str, monkeypatch: pytest.MonkeyPatch, names: set[str]) -> None:
     """Kills a run at all changes of some names, and compares what it leaves after going on with that of a whole run."""
     measuring(monkeypatch, LENGTHS[lengths])
+    # In a process of thousands of tests each collection of garbage takes a second, and there are hundreds.
+    monkeypatch.setattr("paradraft.train.run.trainer.give_back", lambda: None)
     settings = {"patience": 3} if lengths == "patience" else {}
     whole = run_of(family, folder / "whole", **settings)
     changes = killed(whole, None)
