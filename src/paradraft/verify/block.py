@@ -62,7 +62,7 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     end_B, left_BV = torch.zeros_like(rows_B), None
     for place in range(N + 1):
         chance_B, number_B = reach_BM[:, place], number_BM[:, place]
-        if not bool((chance_B > 0).any()):
+        if not bool((chance_B > (0 if widest[place] else number_B)).any()):
             continue
         p_BV = p_after(rows_B.new_full((B,), place - 1), out, texts, sampler)
         for rank in range(widest[place]):

@@ -15,7 +15,7 @@ from paradraft.sampling_params import Sampling
 def test_the_nucleus_is_what_its_definition_says(p: float, likeliest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the shortcut of sorting a few tokens: with ties, at any number of them, and in rows whose nucleus is
     larger beside others, the tokens that stay are those of one loop over all in their order."""
-    monkeypatch.setattr(distribution, "LIKELIEST", likeliest)
+    monkeypatch.setattr(distribution, "LIKELIEST", (likeliest, 2 * likeliest))
     generator = torch.Generator().manual_seed(5)
     logits = (
         torch.randn(3, 4, 40, generator=generator, dtype=torch.float64) * torch.tensor([0.1, 2.0, 9.0])[:, None, None]
