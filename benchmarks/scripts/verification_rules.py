@@ -166,6 +166,7 @@ def main() -> None:
     parser.add_argument("--temperatures", default="0.8,1")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--data", action="append", default=[], help="NAME=FILE of a task, for prompts in chats")
+    parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     runtime = Runtime(device="cpu", capacity=1024 if args.data else None)
@@ -179,7 +180,7 @@ def main() -> None:
             drafter,
             Speculation(drafter=args.drafter, draft=args.draft, k=args.k, verify=rule, lengths="fixed"),
         )
-        for rule in RULES
+        for rule in args.rules.split(",")
     }
     found = {
         temperature: measured(engines, prompts, args, {"temperature": float(temperature), "top_p": args.top_p})

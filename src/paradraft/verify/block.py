@@ -51,55 +51,90 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     1.2
     """
     (B, N), device = draft.tokens.shape, draft.tokens.device
-    texts = texts_before(draft.tokens, draft.parents) if sampler.reads_text else None
-    trees = [_children(*row) for row in zip(*draft.lists, strict=True)]
-    widest = [max(len(tree[place]) for tree in trees) for place in range(N + 1)]
-    turn_BM = upload([_turns(tree) for tree in trees], device)
+    trees = _Trees(draft, out, sampler)
+    turn_BM = upload([_turns(children) for children in trees.children], device)
     number_BM = pad(sampler.acceptance_numbers(N), (1, 0))
-    rows_B, token_BN = torch.arange(B, device=device), draft.tokens.clamp(min=0)
     reach_BM = pad(torch.zeros(B, N, dtype=torch.float64, device=device), (1, 0), value=1.0)
-
-    end_B, left_BV = torch.zeros_like(rows_B), None
+    end_B, rows_B = torch.zeros(B, dtype=torch.long, device=device), trees.rows_B
     for place in range(N + 1):
-        chance_B, number_B = reach_BM[:, place], number_BM[:, place]
-        if not bool((chance_B > (0 if widest[place] else number_B)).any()):
+        chance_B, number_B, count = reach_BM[:, place], number_BM[:, place], trees.most_children([place] * B)
+        if not bool((chance_B > (0 if count else number_B)).any()):
             continue
-        p_BV = p_after(rows_B.new_full((B,), place - 1), out, texts, sampler)
-        for rank in range(widest[place]):
-            child_B = upload([tree[place][rank] if rank < len(tree[place]) else ABSENT for tree in trees], device)
-            has_B, child_B = child_B != ABSENT, child_B.clamp(min=0)
-            q_BV = draft.probs if draft.probs is None else draft.probs[rows_B, child_B]
-            token_B = token_BN[rows_B, child_B]
-            mass_B = chance_B * p_BV[rows_B, token_B]
-            q_B = torch.ones_like(mass_B) if q_BV is None else q_BV[rows_B, token_B]
-            reach_B = torch.where(mass_B < q_B, mass_B / q_B, (mass_B > 0).double())
+        if count:
+            p_BV = trees.p_after(torch.full_like(end_B, place))
+        for rank in range(count):
+            child_B, has_B = trees.child([place] * B, rank)
+            reach_B = trees.chance_of(child_B, p_BV, chance_B)
             reach_BM[rows_B, child_B + 1] = torch.where(has_B, reach_B, reach_BM[rows_B, child_B + 1])
-            # P never rises here, so a place that cannot be the end needs no residual.
-            if rank + 1 == widest[place] and not bool((has_B & (number_B < chance_B)).any()):
-                break
-            p_BV, chance_B = _after_rejection(p_BV, chance_B, token_B, q_BV, has_B)
-        is_end_B = number_B < chance_B
-        if left_BV is not None:
-            is_end_B &= turn_BM[:, place] < turn_BM[rows_B, end_B]
+            if rank + 1 < count:
+                p_BV, chance_B = trees.after_rejection(p_BV, chance_B, child_B, has_B)
+            elif bool((has_B & (number_B < chance_B) & (chance_B < 1)).any()):  # else P stays 1, or is too small
+                total_B = trees.residual(p_BV, chance_B, child_B)[1]
+                chance_B = torch.where(has_B, _chance_left(chance_B, total_B), chance_B)
+        is_end_B = (number_B < chance_B) & (turn_BM[:, place] < turn_BM[rows_B, end_B])
         end_B = torch.where(is_end_B, place, end_B)
-        left_BV = p_BV if left_BV is None else torch.where(is_end_B[:, None], p_BV, left_BV)
-    assert left_BV is not None
-    ends = zip(end_B.tolist(), draft.lists[1], strict=True)
-    return Verdict.of(draft, [_path(end, parents) for end, parents in ends], sampler.draw_next(left_BV).tolist())
+
+    ends = end_B.tolist()
+    left_BV, chance_B = trees.p_after(end_B), reach_BM[rows_B, end_B]
+    for rank in range(trees.most_children(ends)):
+        left_BV, chance_B = trees.after_rejection(left_BV, chance_B, *trees.child(ends, rank))
+    paths = [_path(end, parents) for end, parents in zip(ends, draft.lists[1], strict=True)]
+    return Verdict.of(draft, paths, sampler.draw_next(left_BV).tolist())
 
 
-def _after_rejection(
-    p_BV: Tensor, chance_B: Tensor, token_B: Tensor, q_BV: Tensor | None, has_B: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The residual distribution, and the chance that takes the place of P, in rows that have the child."""
-    weighed_BV = chance_B[:, None] * p_BV
-    rest_BV = weighed_BV.scatter(1, token_B[:, None], 0.0) if q_BV is None else (weighed_BV - q_BV).clamp(min=0.0)
-    total_B = rest_BV.sum(1)
-    # Where p is NaN, P stays: the text ends there. A residual of 0 has no chance, unless P p = q up to rounding.
+class _Trees:
+    """The trees of a draft, and the distributions at their places."""
+
+    def __init__(self, draft: Draft, out: TargetOut, sampler: Sampler) -> None:
+        self._draft, self._out, self._sampler = draft, out, sampler
+        self._texts = texts_before(draft.tokens, draft.parents) if sampler.reads_text else None
+        self._token_BN = draft.tokens.clamp(min=0)
+        self.rows_B = torch.arange(len(draft.tokens), device=draft.tokens.device)
+        self.children = [_children(*row) for row in zip(*draft.lists, strict=True)]
+        """Of each row and place."""
+
+    def p_after(self, place_B: Tensor) -> Tensor:
+        """The target's distributions `[B, V]` at these places."""
+        return p_after(place_B - 1, self._out, self._texts, self._sampler)
+
+    def most_children(self, places: Sequence[int]) -> int:
+        """Of the place of each row."""
+        return max(len(children[place]) for children, place in zip(self.children, places, strict=True))
+
+    def child(self, places: Sequence[int], rank: int) -> tuple[Tensor, Tensor]:
+        """The child `[B]` with this rank of each row's place, or 0; and which rows have it."""
+        nodes = [children[place] for children, place in zip(self.children, places, strict=True)]
+        child_B = upload([each[rank] if rank < len(each) else ABSENT for each in nodes], self.rows_B.device)
+        return child_B.clamp(min=0), child_B != ABSENT
+
+    def chance_of(self, child_B: Tensor, p_BV: Tensor, chance_B: Tensor) -> Tensor:
+        """min(1, P p(x) / q(x)); 0 where P p(x) is 0 or NaN."""
+        token_B, probs = self._token_BN[self.rows_B, child_B], self._draft.probs
+        mass_B = chance_B * p_BV[self.rows_B, token_B]
+        q_B = torch.ones_like(mass_B) if probs is None else probs[self.rows_B, child_B, token_B]
+        return torch.where(mass_B < q_B, mass_B / q_B, (mass_B > 0).double())
+
+    def residual(self, p_BV: Tensor, chance_B: Tensor, child_B: Tensor) -> tuple[Tensor, Tensor]:
+        """max(P p - q, 0), and its sum."""
+        rest_BV = chance_B[:, None] * p_BV
+        if self._draft.probs is None:
+            rest_BV[self.rows_B, self._token_BN[self.rows_B, child_B]] = 0.0
+        else:
+            rest_BV.sub_(self._draft.probs[self.rows_B, child_B]).clamp_(min=0.0)
+        return rest_BV, rest_BV.sum(1)
+
+    def after_rejection(self, p_BV: Tensor, chance_B: Tensor, child_B: Tensor, has_B: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual distribution, and what takes the place of P, in rows that have the child."""
+        rest_BV, total_B = self.residual(p_BV, chance_B, child_B)
+        has_rest_B1 = (has_B & (total_B > 0))[:, None]
+        left_B = torch.where(has_B, _chance_left(chance_B, total_B), chance_B)
+        return torch.where(has_rest_B1, rest_BV / total_B[:, None], p_BV), left_B
+
+
+def _chance_left(chance_B: Tensor, total_B: Tensor) -> Tensor:
+    """S / (S + 1 - P). Where p is NaN, P stays: the text ends there; a residual of 0 has no chance, unless P is 1."""
     left_B = torch.where(total_B > 0, total_B / (total_B + 1 - chance_B), chance_B)
-    left_B = left_B.masked_fill((total_B == 0) & (chance_B < 1), 0.0)
-    has_rest_B1 = (has_B & (total_B > 0))[:, None]
-    return torch.where(has_rest_B1, rest_BV / total_B[:, None], p_BV), torch.where(has_B, left_B, chance_B)
+    return left_B.masked_fill((total_B == 0) & (chance_B < 1), 0.0)
 
 
 def _children(tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:

@@ -219,17 +219,13 @@ def test_nodes_that_share_a_draw_are_caught() -> None:
     assert errors[0] < 1e-6 and errors[1] > 1e-3
 
 
-def nephews_before_residual(draft: Draft, out: TargetOut, script: Scripted) -> Verdict:
+def siblings_before_residual(draft: Draft, out: TargetOut, script: Scripted) -> Verdict:
     """Tries all children with the chance P of before the first rejection."""
-
-    def forgets(p_BV: Tensor, chance_B: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-        return after(p_BV, chance_B, *rest)[0], chance_B
-
-    after, block._after_rejection = block._after_rejection, forgets
+    left, block._chance_left = block._chance_left, lambda chance_B, total_B: chance_B
     try:
         return block.verify(draft, out, script)
     finally:
-        block._after_rejection = after
+        block._chance_left = left
 
 
 def root_first(draft: Draft, out: TargetOut, script: Scripted) -> Verdict:
@@ -245,8 +241,8 @@ def root_first(draft: Draft, out: TargetOut, script: Scripted) -> Verdict:
     ("wrong", "shape"),
     [
         *[(Wrong(**{name: True}), "chain") for name in Wrong.__dataclass_fields__],
-        (nephews_before_residual, "siblings"),
-        (nephews_before_residual, "tree"),
+        (siblings_before_residual, "siblings"),
+        (siblings_before_residual, "tree"),
         (root_first, "chain"),
         (root_first, "tree"),
     ],
