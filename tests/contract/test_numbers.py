@@ -63,7 +63,9 @@ def test_what_a_text_does_not_see_cannot_reach_it(dtype: torch.dtype, value: flo
 
 @pytest.mark.parametrize("runtime", RUNTIMES, ids=["torch", "C++"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"verify": "rejection"}, {"tree": Tree(budget=6)}], ids=["match", "rejection", "tree"]
+    "settings",
+    [{}, {"verify": "rejection"}, {"verify": "block"}, {"tree": Tree(budget=6)}],
+    ids=["match", "rejection", "block", "tree"],
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_an_engine_that_met_nan_says_so_and_goes_on(
@@ -84,7 +86,9 @@ def test_an_engine_that_met_nan_says_so_and_goes_on(
 
 @pytest.mark.parametrize("runtime", RUNTIMES, ids=["torch", "C++"])
 @pytest.mark.parametrize(
-    "settings", [{}, {"verify": "rejection"}, {"tree": Tree(budget=6)}], ids=["match", "rejection", "tree"]
+    "settings",
+    [{}, {"verify": "rejection"}, {"verify": "block"}, {"tree": Tree(budget=6)}],
+    ids=["match", "rejection", "block", "tree"],
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_draft_model_of_nan_is_named(
@@ -100,7 +104,7 @@ def test_a_draft_model_of_nan_is_named(
 
 @pytest.mark.parametrize("runtime", RUNTIMES, ids=["torch", "C++"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("verify", ["match", "rejection"])
+@pytest.mark.parametrize("verify", ["match", "rejection", "block"])
 def test_a_processor_that_forbids_every_token(family: Path, runtime: Runtime, temperature: float, verify: str) -> None:
     """Guards against token 0, which is what the argmax of nothing but -inf gives."""
     target = load(str(family / "target"), runtime=runtime).target

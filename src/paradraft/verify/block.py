@@ -108,11 +108,11 @@ class _Trees:
         return child_B.clamp(min=0), child_B != ABSENT
 
     def chance_of(self, child_B: Tensor, p_BV: Tensor, chance_B: Tensor) -> Tensor:
-        """min(1, P p(x) / q(x)); 0 where P p(x) is 0 or NaN."""
+        """min(1, P p(x) / q(x)); NaN, which nothing is below, where p or q is."""
         token_B, probs = self._token_BN[self.rows_B, child_B], self._draft.probs
         mass_B = chance_B * p_BV[self.rows_B, token_B]
         q_B = torch.ones_like(mass_B) if probs is None else probs[self.rows_B, child_B, token_B]
-        return torch.where(mass_B < q_B, mass_B / q_B, (mass_B > 0).double())
+        return torch.where(mass_B >= q_B, (mass_B > 0).double(), mass_B / q_B)
 
     def residual(self, p_BV: Tensor, chance_B: Tensor, child_B: Tensor) -> tuple[Tensor, Tensor]:
         """max(P p - q, 0), and its sum."""

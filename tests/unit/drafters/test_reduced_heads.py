@@ -191,7 +191,7 @@ class Only:
         return scores
 
 
-@pytest.mark.parametrize("verify", ["match", "rejection"])
+@pytest.mark.parametrize("verify", ["match", "rejection", "block"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_ids_without_a_row_may_be_all_that_is_allowed(family: Path, reduced: Path, name: str, verify: str) -> None:
     """Guards grammars: where they allow no id that the draft model can say, nothing is drafted. Such logits were called

@@ -65,6 +65,7 @@ SAMPLINGS = [
     Sampling(temperature=1.0, top_p=0.9, seed=2),
     Sampling(temperature=1.5, top_k=5, repetition_penalty=1.2, seed=3),
     Sampling(temperature=1.0, min_p=0.1, frequency_penalty=0.3, logit_bias={ord("0"): 3.0, ord('"'): -4.0}, seed=4),
+    *(Sampling(temperature=2.0, seed=seed) for seed in range(5, 9)),
 ]
 RUNTIME = Runtime(dtype="float64", compiled=False, width=24)
 TREES = {"chain": None, "grown": Tree(budget=9), "fixed": Tree(paths=((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))}
@@ -113,7 +114,7 @@ def test_answers_are_json_of_their_schema(engine_of: Callable[..., Engine], gram
     schema = SCHEMAS[name]
     validator, ended, texts = jsonschema_rs.validator_for(schema, validate_formats=True), 0, set()
     for number, sampling in enumerate(SAMPLINGS):
-        for rule in ("match", "rejection"):
+        for rule in ("match", "rejection", "block"):
             found = answer(engine_of("pard", verify=rule), grammars, schema, sampling)
             if found.finish_reason == "eos":
                 value = json.loads(found.text)

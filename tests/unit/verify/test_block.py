@@ -111,6 +111,18 @@ def test_logits_that_are_no_numbers_end_the_text(place: int) -> None:
     assert verdict.tokens[1][:2] == [1, 2] and verdict.tokens[1][2] >= 0
 
 
+def test_a_draft_of_no_numbers_is_not_accepted() -> None:
+    """Guards against token 0 where the draft model's distribution is NaN: the engine names the model."""
+    probs = torch.full((1, 2, 5), torch.nan).double()
+    draft = Draft.chain(torch.tensor([[INVALID, INVALID]]), probs)
+    samplings = [Sampling(temperature=1.0, seed=seed) for seed in range(9)]
+    for sampling in samplings:
+        verdict = block.verify(
+            draft, TargetOut(logits=torch.zeros(1, 3, 5), hidden={}), sampler([[1]], [sampling], draws="numbers")
+        )
+        assert verdict.paths == [[]] and verdict.tokens[0][0] >= 0
+
+
 def test_rows_of_other_shapes_do_not_change_a_row() -> None:
     """Guards batches: rows with other trees, absent nodes and penalties are judged as they are alone."""
     generator = torch.Generator().manual_seed(1)

@@ -98,7 +98,7 @@ def audit(context: typer.Context, *, args: AuditArgs) -> None:
     """Check that a drafter changes nothing, here or in a server that somebody else wrote.
 
     Here it compares tokens and logits with those of plain decoding, and logits with those of the model's own forward
-    pass. With --verify rejection it tests the distribution instead of the tokens.
+    pass. With --verify rejection or block it tests the distribution instead of the tokens.
 
     With --endpoint or --engine it asks a server: its greedy tokens must be the likeliest of the target, its samples
     must have the target's distribution, and with DRAFT it must draft as the draft does here; where not, the likely
