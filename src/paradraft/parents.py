@@ -116,6 +116,19 @@ def with_root(parents_BN: Tensor) -> Tensor:
     return torch.nn.functional.pad(parents_BN + 1, (1, 0), value=ABSENT)
 
 
+def path_to(node: int, parents: Sequence[int]) -> list[int]:
+    """The nodes from the root down to a node, without the root, which is -1.
+
+    >>> path_to(3, [-1, 0, 0, 2]), path_to(-1, [-1])
+    ([0, 2, 3], [])
+    """
+    path: list[int] = []
+    while node != ABSENT:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
 def logit_rows(path: Sequence[int]) -> list[int]:
     """Indices of the logits that predict the tokens of a path, and the token after it: 0 for the root's, n + 1 for
     node n's.

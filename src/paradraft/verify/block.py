@@ -10,8 +10,7 @@ path ends at the node itself.
 A node is rejected after a look at the nodes below it. So the draws at different nodes must be independent, where the
 rule `rejection` lets all nodes of a depth share them.
 
-Shape letters: B rows of a batch, N nodes of a draft, M = N + 1 places, the root and then the nodes, C children of a
-place, V vocabulary.
+Shape letters: B rows of a batch, N nodes of a draft, M = N + 1 places, the root and then the nodes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paradraft.core import Draft, Draws, TargetOut, Verdict
-from paradraft.parents import texts_before
+from paradraft.parents import path_to, texts_before
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
@@ -78,7 +77,7 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     left_BV, chance_B = trees.p_after(end_B), reach_BM[rows_B, end_B]
     for rank in range(trees.most_children(ends)):
         left_BV, chance_B = trees.after_rejection(left_BV, chance_B, *trees.child(ends, rank))
-    paths = [_path(end, parents) for end, parents in zip(ends, draft.lists[1], strict=True)]
+    paths = [path_to(end - 1, parents) for end, parents in zip(ends, draft.lists[1], strict=True)]
     return Verdict.of(draft, paths, sampler.draw_next(left_BV).tolist())
 
 
@@ -163,15 +162,6 @@ def _turns(children: Sequence[Sequence[int]]) -> list[int]:
         turns[place := stack.pop()] = left = left - 1
         stack.extend(node + 1 for node in children[place])
     return turns
-
-
-def _path(end: int, parents: Sequence[int]) -> list[int]:
-    path: list[int] = []
-    node = end - 1
-    while node != ABSENT:
-        path.insert(0, node)
-        node = parents[node]
-    return path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 
 from paradraft.core import Draft, Draws, TargetOut, Verdict
-from paradraft.parents import depths_of_places, logit_rows, texts_before
+from paradraft.parents import depths_of_places, logit_rows, path_to, texts_before
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
 
@@ -89,12 +89,7 @@ def longest(parents: list[int], kept: list[bool], chances: list[float]) -> list[
             depth, product, _ = ends[parent]
             ends[node] = (depth + 1, product * chance, node)
             best = max(best, ends[node], key=lambda end: end[:2])
-    path: list[int] = []
-    node = best[2]
-    while node >= 0:
-        path.insert(0, node)
-        node = parents[node]
-    return path
+    return path_to(best[2], parents)
 
 
 RULE = Typical
