@@ -18,7 +18,7 @@ from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.tree import ABSENT
 
 VOCAB, LENGTH = 4, 4
-"""Texts of so many tokens are compared; no draft here is as deep."""
+"""Length of the texts that are compared, in tokens; drafts here are less deep."""
 Verify = Callable[[Draft, TargetOut, "Scripted"], Verdict]
 
 SHAPES = {
@@ -111,7 +111,7 @@ def path_to(parents: list[int], node: int) -> list[int]:
 
 @dataclass
 class Ended:
-    """One way a round can end: its weight, the accepted tokens, and what the next token is drawn from."""
+    """One outcome of a round: its probability, the accepted tokens, and the distribution of the next token."""
 
     weight: float
     accepted: list[int]

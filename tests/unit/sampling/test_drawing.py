@@ -60,7 +60,7 @@ def test_a_sibling_more_than_there_are_tokens_is_absent() -> None:
 
 
 @pytest.mark.parametrize(("draws", "are_shared"), [("numbers", False), ("noise", True)])
-def test_nodes_of_a_depth_draw_with_numbers_of_their_own(draws: str, are_shared: bool) -> None:
+def test_nodes_of_a_depth_have_separate_numbers(draws: str, are_shared: bool) -> None:
     """Guards the rule `block`, which may not look at a node before it draws another; the target's noise is shared."""
     count, tree = 2000, Tree(paths=((0,), (1,), (0, 0), (1, 0)))
     logits = torch.zeros(count, 2, 4)

@@ -29,13 +29,6 @@ from tests.support.enumeration import (
 )
 
 
-@pytest.mark.parametrize("sampled", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_joint_distribution_is_the_targets(shape: str, sampled: bool) -> None:
-    """Guards losslessness: every text has exactly the probability that plain decoding gives it."""
-    assert largest_error(block.verify, shape, sampled=sampled) < 1e-12
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_accepts_no_less_than_rejection(shape: str) -> None:
     """Guards the reason for the rule: it accepts more wherever a path has two tokens that are drawn."""
@@ -73,29 +66,6 @@ def test_deterministic_tokens_are_accepted_as_by_rejection() -> None:
             for rule in (block, rejection)
         ]
         assert lengths[0] == pytest.approx(lengths[1], abs=1e-12)
-
-
-@pytest.mark.parametrize("q", [None, [0.0, 0.5, 0.5], [1.0, 0.0, 0.0]])
-def test_what_the_target_never_says_is_never_accepted(q: list[float] | None) -> None:
-    """Guards tokens that top-k cuts or a bias forbids against the random number 0, and against a drafter that calls
-    its own token impossible."""
-    p_BMV = torch.tensor([[[0.0, 0.4, 0.6], [1.0, 0.0, 0.0]]], dtype=torch.float64)
-    script = Scripted(p_BMV, torch.zeros(1, 1, dtype=torch.float64))
-    probs = None if q is None else torch.tensor([[q]], dtype=torch.float64)
-    draft = Draft(tokens=torch.tensor([[0]]), parents=torch.tensor([[ABSENT]]), probs=probs)
-    assert block.verify(draft, TargetOut(logits=p_BMV.log(), hidden={}), script).paths == [[]]
-    assert script.left_BV[0, 0] == 0.0
-
-
-def test_a_rejection_that_cannot_be_leaves_the_target() -> None:
-    """Guards answers against an end in NaN: where p = q nothing is left after a rejection, which only rounding, here
-    of the random number to 1, can bring about."""
-    p = [0.25, 0.0, 0.75]
-    p_BMV = torch.tensor([[p, [1.0, 0.0, 0.0]]], dtype=torch.float64)
-    script = Scripted(p_BMV, torch.ones(1, 1, dtype=torch.float64))
-    draft = Draft(tokens=torch.tensor([[2]]), parents=torch.tensor([[ABSENT]]), probs=p_BMV[:, :1])
-    assert block.verify(draft, TargetOut(logits=p_BMV.log(), hidden={}), script).paths == [[]]
-    assert script.left_BV.tolist() == [p]
 
 
 @pytest.mark.parametrize("place", [0, 1])
