@@ -37,7 +37,7 @@ from paradraft.tree import ABSENT, MOST_CANDIDATES
 _DRAFT, _ACCEPT, _NEXT = 1, 2, 3
 _MOST_DEPTH = 2**20
 _NODES = 2**46
-"""Between the keys of the nodes of one depth."""
+"""Between the random keys of two nodes of one depth: room for texts of 2**26 tokens."""
 CACHED = 2**15
 """Number of float64 values that fit into a CPU's cache a few times."""
 
@@ -219,7 +219,8 @@ class Sampler:
     def candidates_at(
         self, logits_BRV: Tensor, depths_BR: Tensor, count: int, paths: Tensor | None, streams: Tensor | int = 0
     ) -> Candidates:
-        """The candidates of a drafter at any positions; see `candidates`, and `draw` for the arguments."""
+        """The candidates of a drafter at any positions; see `candidates`, and `draw` for the arguments. Positions of
+        one depth with different `streams` have separate random numbers."""
         candidates = self._candidates_at(logits_BRV, depths_BR, count, paths, streams)
         return candidates.without_closed(logits_BRV) if self._may_forbid else candidates
 

@@ -27,7 +27,10 @@ def draft_of_pass(
     correction: Correction | None = None,
     states_BKD: Tensor | None = None,
 ) -> Draft:
-    """Draws the tokens of all depths from logits, and for a previous-token head from their hidden states too."""
+    """Draws the tokens of all depths from logits, and for a previous-token head from their hidden states too.
+
+    Rules of the kind "numbers" need separate random numbers for each node of a tree; only `expanded` draws so.
+    """
     if correction is not None and states_BKD is not None:
         return correction.draft(sampler, tree, logits_BKV, states_BKD)
     K, count = logits_BKV.shape[1], candidates_needed(tree)
