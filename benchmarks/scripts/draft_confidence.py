@@ -30,22 +30,17 @@ from unittest import mock
 
 import torch
 from replayed_drafts import cost_line
+from sampled_answers import batches, loaded, options, write
 from torch import Tensor
-from verification_rules import batches, prompts_of
 
-from paradraft.bench.report.summary import write_json
-from paradraft.bench.synthetic import rounds, without_ends
+from paradraft.bench.synthetic import rounds
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.decode.lengths.isotonic import decreasing
-from paradraft.drafters import load_drafter
 from paradraft.engine.engine import Engine
 from paradraft.engine.speculation import Speculation
-from paradraft.environment import describe_machine
-from paradraft.models.runtime import Runtime
 from paradraft.sampling.candidates import Candidates
 from paradraft.sampling.sampler import Sampler
-from paradraft.sources.target_loading import load_target
 from paradraft.verify.match import verify
 
 
@@ -236,29 +231,19 @@ def calibration(texts: list[Text], k: int) -> list[dict[str, float]]:
 
 def main() -> None:
     """Records, replays and writes the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="pocket")
-    parser.add_argument("--draft")
+    parser = options(__doc__, drafter="autoregressive", prompts=48, tokens=96)
+    parser.set_defaults(temperatures="0,0.8")
     parser.add_argument("-k", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=48)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--temperatures", default="0,0.8")
-    parser.add_argument("--data", action="append", default=[], help="NAME=FILE of a task, for prompts in chats")
     parser.add_argument("--costs", type=Path, nargs=2, required=True)
     parser.add_argument("--records", type=Path, help="where recorded drafts are kept for another replay")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.records and args.records.is_file():
         kept = json.loads(args.records.read_text(encoding="utf-8"))
         texts_at = {key: [[Place(*place) for place in text] for text in texts] for key, texts in kept.items()}
     else:
-        runtime = Runtime(device="cpu", capacity=1024 if args.data else None)
-        target = load_target(args.target, runtime)
-        without_ends(target)
-        drafter = load_drafter("autoregressive", target, draft=args.draft, runtime=runtime)
-        speculation = Speculation(drafter="autoregressive", draft=args.draft, k=args.k, lengths="confidence")
-        engine, prompts = Engine(target, drafter, speculation), prompts_of(target, args.target, args.data, args.prompts)
+        target, drafter, prompts = loaded(args)
+        speculation = Speculation(drafter=args.drafter, draft=args.draft, k=args.k, lengths="confidence")
+        engine = Engine(target, drafter, speculation)
         texts_at = {t: recorded(engine, prompts, args, float(t)) for t in args.temperatures.split(",")}
         if args.records:
             kept = {
@@ -276,8 +261,7 @@ def main() -> None:
             "survival_by_depth": calibration(texts, args.k),
         }
         print(temperature, json.dumps(found[temperature], indent=1), flush=True)
-    if args.json:
-        write_json(args.json, {"machine": describe_machine("cpu"), "k": args.k, "temperatures": found})
+    write(args, {"temperatures": found}, "drafter", "k", "prompts", "tokens")
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ class Client:
     async def _exchange(
         self, kind: str, asked: Request, pause_s: float = 0.0, *, in_pieces: bool = False
     ) -> bytes | None:
-        """The body of a response; None if it is not the one that it should be. Comes again if it is told to."""
+        """The body of a response; None if it is wrong. Waits and asks again if the server says so."""
         told = f"{kind}, {asked.method} {asked.path} {asked.content[:100]!r}"
         refused_s = time.monotonic()
         try:

@@ -10,31 +10,26 @@ trees hold the likeliest paths, with the target's noise under `match`. Both repl
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from sampled_answers import batches, loaded, options, standard_error, write
 from torch import Tensor
-from verification_rules import Compared, batches, error_of, prompts_of
+from verification_rules import Compared
 
-from paradraft.bench.report.summary import write_json
-from paradraft.bench.synthetic import rounds, without_ends
+from paradraft.bench.synthetic import rounds
 from paradraft.core import Draft
-from paradraft.drafters import load_drafter, pard
+from paradraft.drafters import pard
 from paradraft.engine.engine import Engine
 from paradraft.engine.speculation import Speculation
-from paradraft.environment import describe_machine
-from paradraft.models.runtime import Runtime
 from paradraft.sampling import sampler as sampling
 from paradraft.sampling.drawing import token_at
 from paradraft.sampling.sampler import Sampler
-from paradraft.sources.target_loading import load_target
 from paradraft.tree import Tree
 
 WIDTH = 2
@@ -126,24 +121,11 @@ def cases(nodes: int, drafter: str) -> Iterator[tuple[str, str, str, int, Tree |
 
 def main() -> None:
     """Measures and writes the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="pocket")
-    parser.add_argument("--draft")
-    parser.add_argument("--drafter", default="pard")
+    parser = options(__doc__, drafter="pard", prompts=16)
     parser.add_argument("--nodes", default="4,8,16")
-    parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--temperatures", default="0.8,1")
-    parser.add_argument("--data", action="append", default=[], help="NAME=FILE of a task, for prompts in chats")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    runtime = Runtime(device="cpu", capacity=1024 if args.data else None)
-    target = load_target(args.target, runtime)
-    without_ends(target)
-    drafter = load_drafter(args.drafter, target, draft=args.draft, runtime=runtime)
-    prompts = prompts_of(target, args.target, args.data, args.prompts)
+    target, drafter, prompts = loaded(args)
     found = []
     settings = itertools.product(args.temperatures.split(","), map(int, args.nodes.split(",")))
     for temperature, nodes in settings:
@@ -163,14 +145,11 @@ def main() -> None:
                 {
                     "temperature": float(temperature), "nodes": nodes,
                     "rule": rule, "shape": shape, "siblings": siblings,
-                    "tokens_per_pass": 1 + sum(accepted) / len(accepted), "standard_error": error_of(accepted),
+                    "tokens_per_pass": 1 + sum(accepted) / len(accepted), "standard_error": standard_error(accepted),
                 }
             )  # fmt: skip
             print(found[-1], flush=True)
-    if args.json:
-        kept = {key: value for key, value in vars(args).items() if key in ("drafter", "prompts", "seeds", "tokens")}
-        models = {key: Path(value).name for key, value in (("target", args.target), ("draft", args.draft)) if value}
-        write_json(args.json, {"machine": describe_machine("cpu"), **models, **kept, "cases": found})
+    write(args, {"cases": found}, "drafter", "prompts", "seeds", "tokens")
 
 
 if __name__ == "__main__":

@@ -13,29 +13,18 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from sampled_answers import batches, loaded, options, standard_error, write
 from torch import Tensor
 
-from paradraft.bench.report.summary import write_json
-from paradraft.bench.setup import held_out_prompts
-from paradraft.bench.synthetic import rounds, without_ends
-from paradraft.bench.tasks import TASKS, prompt_of, read_questions
+from paradraft.bench.synthetic import rounds
 from paradraft.core import Draft, TargetOut, Verdict
-from paradraft.drafters import load_drafter
 from paradraft.engine.engine import Engine
 from paradraft.engine.speculation import Speculation
-from paradraft.environment import describe_machine
-from paradraft.models.runtime import Runtime
-from paradraft.models.target import Target
 from paradraft.sampling.sampler import Sampler
-from paradraft.sampling_params import Sampling
-from paradraft.sources.target_loading import load_target
 from paradraft.verify import load_rule
 
-CHATS = Path(__file__).parents[1] / "prompts" / "chat.jsonl"
 RULES = ("match", "rejection", "block")
 SAMPLED = ("rejection", "block")
 
@@ -92,39 +81,6 @@ class Compared:
         return verdict
 
 
-def prompts_of(target: Target, source: str, data: list[str], number: int) -> list[str]:
-    """As many prompts of each task, evenly spread, and of the chats; for the pocket family its own."""
-    if not data:
-        return held_out_prompts(number, None, source)
-    named = [item.split("=", 1) for item in data]
-    share = number // (len(named) + 1)
-    prompts = []
-    for name, file in named:
-        questions = read_questions(TASKS[name], Path(file))
-        some = questions[:: len(questions) // share][:share]
-        prompts += [prompt_of(TASKS[name], question, (), target.tokenizer, None) for question in some]
-    return prompts + held_out_prompts(number - len(prompts), CHATS, source)
-
-
-def batches(
-    prompts: list[str], seeds: int, rows: int, sampling: dict[str, Any]
-) -> Iterator[tuple[list[str], list[Sampling]]]:
-    """All prompts with all seeds, some at a time."""
-    cases = [
-        (prompt, Sampling(seed=100 * at + seed, **sampling))
-        for seed in range(seeds)
-        for at, prompt in enumerate(prompts)
-    ]
-    for first in range(0, len(cases), rows):
-        some = cases[first : first + rows]
-        yield [prompt for prompt, _ in some], [each for _, each in some]
-
-
-def error_of(values: list[float]) -> float:
-    """The standard error of a mean."""
-    return statistics.stdev(values) / len(values) ** 0.5
-
-
 def measured(
     engines: dict[str, Engine], prompts: list[str], args: argparse.Namespace, sampling: dict[str, Any]
 ) -> dict[str, Any]:
@@ -140,40 +96,27 @@ def measured(
         found[name] = {
             "rounds": len(counted),
             "tokens_per_pass": 1 + statistics.mean(counted),
-            "standard_error": error_of(counted),
+            "standard_error": standard_error(counted),
         }
         if rule.means["block"]:
             pairs = list(zip(*rule.means.values(), strict=True))
             gains = [block - rejection for rejection, block in pairs]
             found[name]["means_on_its_drafts"] = {
                 each: 1 + statistics.mean(values) for each, values in rule.means.items()
-            } | {"gain": statistics.mean(gains), "gain_standard_error": error_of(gains)}
+            } | {"gain": statistics.mean(gains), "gain_standard_error": standard_error(gains)}
         print(f"{sampling}, {name}: {found[name]}", flush=True)
     return found
 
 
 def main() -> None:
     """Measures and writes the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="pocket")
-    parser.add_argument("--draft")
-    parser.add_argument("--drafter", default="autoregressive")
+    parser = options(__doc__, drafter="autoregressive", prompts=64)
     parser.add_argument("-k", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--temperatures", default="0.8,1")
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--data", action="append", default=[], help="NAME=FILE of a task, for prompts in chats")
     parser.add_argument("--rules", default=",".join(RULES))
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    runtime = Runtime(device="cpu", capacity=1024 if args.data else None)
-    target = load_target(args.target, runtime)
-    without_ends(target)
-    drafter = load_drafter(args.drafter, target, draft=args.draft, runtime=runtime)
-    prompts = prompts_of(target, args.target, args.data, args.prompts)
+    target, drafter, prompts = loaded(args)
     engines = {
         rule: Engine(
             target,
@@ -186,14 +129,7 @@ def main() -> None:
         temperature: measured(engines, prompts, args, {"temperature": float(temperature), "top_p": args.top_p})
         for temperature in args.temperatures.split(",")
     }
-    if args.json:
-        settings = {key: value for key, value in vars(args).items() if key not in ("json", "target", "draft", "data")}
-        models = {key: Path(value).name for key, value in (("target", args.target), ("draft", args.draft)) if value}
-        tasks = [item.split("=")[0] for item in args.data]
-        write_json(
-            args.json,
-            {"machine": describe_machine("cpu"), **models, "tasks": tasks, **settings, "temperatures": found},
-        )
+    write(args, {"temperatures": found}, "drafter", "k", "prompts", "seeds", "tokens", "top_p")
 
 
 if __name__ == "__main__":
