@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from paradraft.ragged import padded, upload
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.traits import Serving, Traits
 from paradraft.tree import ABSENT, Tree
+from paradraft.verify import Draws
 from paradraft.worth import Worth
 
 INVALID = -2
@@ -65,9 +66,6 @@ class RequestError(Exception):
         super().__init__(f"{type(cause).__name__} for requests {list(requests)}: {cause}")
         self.requests = requests
         self.cause = cause
-
-
-Draws = Literal["noise", "numbers", "likeliest"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,9 @@ Shape letters: B rows of a batch, N tokens of an answer, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,11 +69,9 @@ class RecordingTarget(Target):
         """Index of a prompt, and of its new token that was to be chosen by logits that are not numbers."""
         self._prompt_of_row: list[int] = []
 
-    def start(
-        self, reserved_tokens: Iterable[int] = (), hidden_layers: tuple[int, ...] = (), likeliest: int = 0
-    ) -> None:
+    def start(self, *args: Any, **kwargs: Any) -> None:
         """See `Target`."""
-        super().start(reserved_tokens, hidden_layers, likeliest)
+        super().start(*args, **kwargs)
         self.rows, self.not_numbers, self._prompt_of_row = [], [], []
 
     def admit(self, rows: Sequence[int]) -> Committed:

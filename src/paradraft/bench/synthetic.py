@@ -182,7 +182,7 @@ class DrawnAheadBatch(AheadBatch):
 
     def __init__(self, *args: Any, chances: Sequence[float], **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._rule, self.verify = self.verify, self._drawn
+        self._exact, self.verify = self.verify, self._drawn
         self._chances = torch.tensor((*chances, 0.0))
 
     @classmethod
@@ -191,7 +191,7 @@ class DrawnAheadBatch(AheadBatch):
         return partial(cls, chances=chances)
 
     def _drawn(self, draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
-        verdict = self._rule(draft, out, sampler)
+        verdict = self._exact(draft, out, sampler)
         N = draft.tokens.shape[1]
         self._uniforms_BN = sampler.acceptance_numbers(N + 1)
         positions_BN = torch.tensor(self.first_depths)[:, None] - 1 + torch.arange(N)

@@ -28,7 +28,7 @@ from paradraft.parents import depths_of_row, logit_rows
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import Tree
-from paradraft.verify import Verify, load_rule, rule_class, rule_name
+from paradraft.verify import Verify, load_rule, rule_name
 
 LEARNING = 32
 """Last rounds of a pause in which the drafter learns what the target thinks likely: the search takes time."""
@@ -66,10 +66,11 @@ class Batch:
         self.target = target
         self.drafter = drafter
         self.lengths = lengths
-        self.verify = verify or load_rule(rule)
+        self._rule = load_rule(rule)
+        self.verify = verify or self._rule
         self.drafting = Drafting(
             rule=rule_name(rule),
-            draws=rule_class(rule).draws,
+            draws=self._rule.draws,
             tree=drafter.traits.shape(tree, lengths.k),
             wants_confidence=lengths.wants_confidence,
         )
@@ -170,7 +171,9 @@ class Batch:
     def _start(self) -> None:
         device = self.target.device
         drafter = self.drafter
-        self.target.start(drafter.reserved_tokens, drafter.hidden_layers, drafter.likeliest)
+        self.target.start(
+            drafter.reserved_tokens, drafter.hidden_layers, drafter.likeliest, of_rule=self._rule.hidden_layers
+        )
         self._start_number = self.target.starts
         self.drafter.start(self.drafting, device)
         self.sampler = Sampler(drafting=self.drafting, device=device, faster=self.target.lm.sampling)

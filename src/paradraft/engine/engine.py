@@ -337,12 +337,11 @@ def _checked_rule(target: Target, drafter: Drafter, speculation: Speculation) ->
     most = target.lm.width - 1
     if speculation.k > most:
         raise ValueError(f"k={speculation.k}: draft 1 to {most} tokens per round")
-    if drafter.max_k is not None and speculation.k > drafter.max_k:
-        raise ValueError(
-            f"k={speculation.k}: this drafter drafts at most {drafter.max_k} tokens per round, set k={drafter.max_k}"
-        )
+    if (own := drafter.max_k) is not None and speculation.k > own:
+        raise ValueError(f"k={speculation.k}: this drafter drafts at most {own} tokens per round, set k={own}")
     speculation.check_drafter(drafter)
     rule = load_rule(speculation.verify)
+    rule.check(target)
     if rule.warning is not None:
         warnings.warn(f"verify={speculation.verify!r}: {rule.warning}", stacklevel=3)
     if (nodes := speculation.nodes_of(drafter)) > most:

@@ -110,7 +110,12 @@ class Target:
         return end_of_turn(self.tokenizer) in self.named_ends
 
     def start(
-        self, reserved_tokens: Iterable[int] = (), hidden_layers: tuple[int, ...] = (), likeliest: int = 0
+        self,
+        reserved_tokens: Iterable[int] = (),
+        hidden_layers: tuple[int, ...] = (),
+        likeliest: int = 0,
+        *,
+        of_rule: tuple[int, ...] = (),
     ) -> None:
         """Removes all rows and starts a batch for one drafter.
 
@@ -118,8 +123,10 @@ class Target:
             reserved_tokens: never chosen.
             hidden_layers: whose states `join` and every round return.
             likeliest: number of likeliest tokens at each place that every round returns.
+            of_rule: layers whose states at all nodes every `forward` returns too, for the verification rule.
         """
         self._hidden_layers = hidden_layers
+        self._pass_layers = tuple(dict.fromkeys(hidden_layers + of_rule))
         self.likeliest = likeliest
         """Number of likeliest tokens at each place that the next rounds return."""
         self._pieces, self._along = PromptPieces(self.lm, hidden_layers), ()
@@ -205,11 +212,11 @@ class Target:
         along, self._along = self._along, ()
         forward = partial(self._pieces.forward, along) if any(along) else self.lm.forward
         if draft.probes is not None:
-            out, probes = forward_with_probes(forward, draft.probes, tokens, parents, rows_BM, self._hidden_layers)
+            out, probes = forward_with_probes(forward, draft.probes, tokens, parents, rows_BM, self._pass_layers)
             return TargetOut(logits=out.logits, hidden=out.hidden, probes=probes)
         if self.lm.is_native:
             rows_BM = rows_BM.masked_fill(tokens == ABSENT, ABSENT)  # their logits would be written, and read again
-        out = forward(tokens, parents, rows_BM, self._hidden_layers)
+        out = forward(tokens, parents, rows_BM, self._pass_layers)
         likeliest = likeliest_after(self.lm, draft, out.logits, self.likeliest) if self.likeliest else None
         return TargetOut(logits=out.logits, hidden=out.hidden, likeliest=likeliest)
 
@@ -219,9 +226,9 @@ class Target:
         self.lm.cache.accept_path(rows)
         self._root_B1 = upload([tokens[-1:] for tokens in verdict.tokens], self.device)
         hidden = {}
-        if out.hidden:
+        if self._hidden_layers:
             rows_BM = from_lists(rows, self.device).clamp(min=0)
-            hidden = {layer: gathered(state, rows_BM) for layer, state in out.hidden.items()}
+            hidden = {layer: gathered(out.hidden[layer], rows_BM) for layer in self._hidden_layers}
         probes = None if out.probes is None else out.probes.after(upload([row[-1] - 1 for row in rows], self.device))
         return Committed(
             tokens=verdict.tokens, hidden=hidden, drawn=verdict.drawn, probes=probes, likeliest=out.likeliest

@@ -7,37 +7,46 @@ settings are the fields of the class.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from paradraft.plugins import find_module, module_names, parse_settings
 
 if TYPE_CHECKING:
-    from paradraft.core import Draft, Draws, TargetOut, Verdict
+    from paradraft.core import Draft, TargetOut, Verdict
+    from paradraft.models.target import Target
     from paradraft.sampling.sampler import Sampler
 
 GROUP = "paradraft.verify"
 """Entry points by which other packages add rules."""
+Draws = Literal["noise", "numbers", "likeliest"]
+"""How drafters draw for a rule; see `paradraft.core.Drafting`."""
 Verify = Callable[["Draft", "TargetOut", "Sampler"], "Verdict"]
 
 
-class Rule(Protocol):
-    """A verification rule: a frozen dataclass whose fields are its settings.
+class Rule:
+    """A verification rule: a frozen dataclass whose fields are its settings; lossless unless it says otherwise.
 
     Attributes:
         draws: how drafters draw for it.
         is_of_vllm: whether vLLM verifies by it when it samples.
         same_tokens: whether a seed gives the same tokens with every draft, and so without one.
         warning: how its text differs from the target's; None if it is lossless.
+        hidden_layers: layers of the target whose states at all nodes it reads, numbered as in
+            `paradraft.models.forward.Forward`.
     """
 
     draws: ClassVar[Draws]
-    is_of_vllm: ClassVar[bool]
-    same_tokens: ClassVar[bool]
-    warning: ClassVar[str | None]
+    is_of_vllm: ClassVar[bool] = False
+    same_tokens: ClassVar[bool] = False
+    warning: ClassVar[str | None] = None
+    hidden_layers: ClassVar[tuple[int, ...]] = ()
+
+    def check(self, target: Target) -> None:
+        """Raises ValueError if the rule cannot verify with this target."""
 
     def __call__(self, draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
         """Decides the accepted tokens and the recovered or bonus token."""
-        ...
+        raise NotImplementedError
 
 
 def rule_names() -> list[str]:

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from paradraft.core import Draft, Draws, TargetOut, Verdict
+from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.parents import path_to, texts_before
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
+from paradraft.verify import Draws, Rule
 from paradraft.verify.rejection import p_after
 
 
@@ -165,13 +166,10 @@ def _turns(children: Sequence[Sequence[int]]) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockRule:
+class BlockRule(Rule):
     """The rule; it has no settings."""
 
     draws: ClassVar[Draws] = "numbers"
-    is_of_vllm: ClassVar[bool] = False
-    same_tokens: ClassVar[bool] = False
-    warning: ClassVar[str | None] = None
 
     def __call__(self, draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
         """See `verify`."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from paradraft.core import Draft, Draws, TargetOut, Verdict
+from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.parents import depths_of_places, logit_rows, texts_before
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
+from paradraft.verify import Draws, Rule
 
 
 def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
@@ -69,13 +70,11 @@ def accepted_path(tokens: list[int], parents: list[int], drawn: list[int]) -> li
 
 
 @dataclass(frozen=True, kw_only=True)
-class Match:
+class Match(Rule):
     """The rule; it has no settings."""
 
     draws: ClassVar[Draws] = "noise"
-    is_of_vllm: ClassVar[bool] = False
     same_tokens: ClassVar[bool] = True
-    warning: ClassVar[str | None] = None
 
     def __call__(self, draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
         """See `verify`."""

@@ -17,11 +17,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paradraft.core import Draft, Draws, TargetOut, Verdict
+from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.parents import texts_before
 from paradraft.ragged import to_lists
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
+from paradraft.verify import Draws, Rule
 
 
 def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
@@ -100,13 +101,11 @@ def _residual(p_BV: Tensor, token_B: Tensor, q_BV: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rejection:
+class Rejection(Rule):
     """The rule; it has no settings."""
 
     draws: ClassVar[Draws] = "numbers"
     is_of_vllm: ClassVar[bool] = True
-    same_tokens: ClassVar[bool] = False
-    warning: ClassVar[str | None] = None
 
     def __call__(self, draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
         """See `verify`."""

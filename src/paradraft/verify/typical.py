@@ -16,14 +16,15 @@ from typing import ClassVar
 
 import torch
 
-from paradraft.core import Draft, Draws, TargetOut, Verdict
+from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.parents import depths_of_places, logit_rows, path_to, texts_before
 from paradraft.sampling.sampler import Sampler
 from paradraft.tree import ABSENT
+from paradraft.verify import Draws, Rule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Typical:
+class Typical(Rule):
     """The rule, with its thresholds; the defaults are Medusa's.
 
     Args:
@@ -32,8 +33,6 @@ class Typical:
     """
 
     draws: ClassVar[Draws] = "likeliest"
-    is_of_vllm: ClassVar[bool] = False
-    same_tokens: ClassVar[bool] = False
     warning: ClassVar[str | None] = (
         "typical acceptance is not lossless: at temperatures above 0 the text is not distributed as the target's own"
     )
