@@ -64,7 +64,8 @@ def answers_of(model: str, task: str, temperature: str, folder: Path, data: Path
     tokenizer = load_tokenizer(str(folder / MODELS[model]))
     questions = read_questions(TASKS[task], data)
     prompts = [
-        prompt_of(TASKS[task], questions[number - 1], (), tokenizer, None) for number in recorded["task"]["questions"]
+        prompt_of(TASKS[task], questions[number - 1].turns, (), tokenizer, None)
+        for number in recorded["task"]["questions"]
     ]
     if prompts[0] != recorded["example"]["prompt"]:
         raise SystemExit(f"replayed_drafts: {data} is not the data of {RECORDED.format(model, task, temperature)}")

@@ -51,7 +51,7 @@ def loaded(args: argparse.Namespace) -> tuple[Target, Drafter, list[str]]:
     for name, file in (item.split("=", 1) for item in args.data):
         questions = read_questions(TASKS[name], Path(file))
         some = questions[:: len(questions) // share][:share]
-        prompts += [prompt_of(TASKS[name], question, (), target.tokenizer, None) for question in some]
+        prompts += [prompt_of(TASKS[name], question.turns, (), target.tokenizer, None) for question in some]
     return target, drafter, prompts + held_out_prompts(args.prompts - len(prompts), CHATS, args.target)
 
 

@@ -101,7 +101,7 @@ def _result(
         profiles[method.spec] = _profile(
             benchmark, prepared.engines[method], prompts[: method.batch], work.max_new_tokens
         )
-    methods = _summary(benchmark, measured, prepared, speeds)
+    methods = _summary(benchmark, work, measured, prepared, speeds)
     arguments = {"prompts": work.source, "num_prompts": len(prompts), "max_new_tokens": work.max_new_tokens}
     return {
         "arguments": {**benchmark.as_json(), **arguments},
@@ -124,14 +124,15 @@ def _named(work: Workload, report: Callable[[str], None]) -> Callable[[str], Non
 
 
 def _summary(
-    benchmark: Benchmark, measured: list[Measured], prepared: BenchSetup, speeds: Speeds
+    benchmark: Benchmark, work: Workload, measured: list[Measured], prepared: BenchSetup, speeds: Speeds
 ) -> dict[str, dict[str, Any]]:
-    """The figures of each method, with its floor and synthetic acceptance."""
+    """The figures of each method, with its floor, right answers and synthetic acceptance."""
     summary = summarize(measured, benchmark.sampling)
     for result in measured:
         summary[result.method.spec] |= _floor(
             result, summary[result.method.spec], prepared.models[result.method], speeds
         )
+        summary[result.method.spec]["right"] = _right_share(work, result, prepared)
         summary[result.method.spec] |= _drawn(result.method, benchmark.acceptance)
         summary[result.method.spec]["sides"] = of_sides([answer.sides for run in result.runs for answer in run])
         summary[result.method.spec]["engine"] = _engine(result, prepared)
@@ -173,6 +174,17 @@ def _first_answers(measured: list[Measured], prepared: BenchSetup) -> dict[str, 
     return examples
 
 
+def _right_share(work: Workload, result: Measured, prepared: BenchSetup) -> float | None:
+    """The share of right answers in the first run; None where they are not marked."""
+    if work.right_share is None:
+        return None
+    tokenizer = prepared.targets[result.method.target_key].tokenizer
+    texts = [
+        tokenizer.decode(tokens, skip_special_tokens=True) for answer in result.runs[0] for tokens in answer.tokens
+    ]
+    return work.right_share(texts)
+
+
 def _floor(result: Measured, figures: dict[str, Any], models: dict[str, CausalLM], speeds: Speeds) -> dict[str, Any]:
     sizes = {name: Size.of(lm.model, lm.weight_bytes) for name, lm in models.items()}
     passes = added([answer.passes for run in result.runs for answer in run])
@@ -200,4 +212,4 @@ def _drawn(method: Method, acceptance: SyntheticAcceptance | None) -> dict[str, 
     if acceptance is None:
         return {"synthetic_acceptance": None}
     rates = None if method.name in PLAIN else acceptance.rates
-    return {"synthetic_acceptance": rates, "identical_to_ar": None, "differing_prompts": None, "advice": None}
+    return {"synthetic_acceptance": rates, **dict.fromkeys(("identical_to_ar", "differing_prompts", "advice", "right"))}

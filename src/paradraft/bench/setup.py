@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class Workload:
     Args:
         prompts: makes them; some quote the target's own answers to others.
         source: of the prompts, see `paradraft.data.prompts.counted`; None for a task.
+        right_share: the share of the answers to all prompts that are right; None where they are not marked.
     """
 
     count: int
@@ -58,6 +59,7 @@ class Workload:
     prompts: Callable[[Answers], list[str]]
     name: str = ""
     source: str | None = None
+    right_share: Callable[[Sequence[str]], float] | None = None
 
     @classmethod
     def of(cls, prompts: list[str], max_new_tokens: int, source: str | None = None) -> Workload:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 
 from jinja2 import TemplateError
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.bench.setup import Answers, Workload
 from paradraft.sources.records import Record, records
+from paradraft.text.final_number import final_number
 from paradraft.text.tokenization import encode_prompt
 from paradraft.wording import number_of
 
@@ -35,6 +37,7 @@ class Task:
         asks: the user's message around the question.
         plain: the same for a model without a chat template.
         file_at: URL of its file, if it is no dataset.
+        answer: the field with the right answer, of which the last number counts; "" where answers are not marked.
     """
 
     name: str
@@ -44,6 +47,15 @@ class Task:
     asks: str = "{}"
     plain: str = "Question: {}\nAnswer:"
     file_at: str = ""
+    answer: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskQuestion:
+    """A question, as the turns of its user, and the number that right answers end with; None where that is unknown."""
+
+    turns: tuple[str, ...]
+    right: Decimal | None = None
 
 
 TASKS = {
@@ -53,7 +65,7 @@ TASKS = {
             name="humaneval", source="openai/openai_humaneval:test", fields=("prompt",), max_new_tokens=512,
             asks="Complete the code I provided.\n{}", plain="{}",
         ),
-        Task(name="gsm8k", source="openai/gsm8k/main:test", fields=("question",), max_new_tokens=512),
+        Task(name="gsm8k", source="openai/gsm8k/main:test", fields=("question",), max_new_tokens=512, answer="answer"),
         Task(name="math500", source="HuggingFaceH4/MATH-500:test", fields=("problem",), max_new_tokens=512),
         Task(
             name="mtbench", source="HuggingFaceH4/mt_bench_prompts:train", fields=("prompt", "turns"),
@@ -114,8 +126,8 @@ def files_of(tasks: Sequence[Task], named: Sequence[str]) -> dict[str, Path]:
     return files
 
 
-def read_questions(task: Task, file: Path | None) -> list[tuple[str, ...]]:
-    """All questions of a task, each as the turns of its user.
+def read_questions(task: Task, file: Path | None) -> list[TaskQuestion]:
+    """All questions of a task.
 
     Args:
         file: a local copy, JSONL or Parquet in the dataset's own form; None downloads it.
@@ -128,7 +140,10 @@ def read_questions(task: Task, file: Path | None) -> list[tuple[str, ...]]:
             f"task {task.name} is no Hugging Face dataset: download {task.file_at}, name it as --task-data"
         )
     source = file or Path(str(task.source))
-    questions = [_turns(task, where, record) for where, record in records(source, f"data of task {task.name}:")]
+    questions = [
+        TaskQuestion(turns=_turns(task, where, record), right=final_number(str(record.get(task.answer, ""))))
+        for where, record in records(source, f"data of task {task.name}:")
+    ]
     if not questions:
         raise ValueError(f"data of task {task.name}: {str(source)!r} has no questions")
     return questions
@@ -188,12 +203,14 @@ class Questions:
     Args:
         numbers: of the questions in the data, from 1.
         turns: of the user, for each question.
+        right: the number that right answers to each question end with, if the task's answers are marked.
         left_out: numbers of the questions that do not fit into the target with their answers.
     """
 
     task: Task
     numbers: tuple[int, ...]
     turns: tuple[tuple[str, ...], ...]
+    right: tuple[Decimal | None, ...]
     left_out: tuple[int, ...]
     max_new_tokens: int
     tokenizer: PreTrainedTokenizerBase
@@ -203,7 +220,7 @@ class Questions:
     def choose(
         cls,
         task: Task,
-        questions: Sequence[tuple[str, ...]],
+        questions: Sequence[TaskQuestion],
         count: int | None,
         *,
         max_new_tokens: int | None,
@@ -222,7 +239,7 @@ class Questions:
             ValueError: too few fit.
         """
         limit = task.max_new_tokens if max_new_tokens is None else max_new_tokens
-        sizes = [_longest(task, turns, tokenizer, system, limit) for turns in questions]
+        sizes = [_longest(task, question.turns, tokenizer, system, limit) for question in questions]
         fitting = [position for position, size in enumerate(sizes) if size <= capacity]
         count = min(QUESTIONS, max(len(fitting), 1)) if count is None else count
         if count < 1:
@@ -239,7 +256,8 @@ class Questions:
         return cls(
             task=task,
             numbers=tuple(position + 1 for position in chosen),
-            turns=tuple(questions[position] for position in chosen),
+            turns=tuple(questions[position].turns for position in chosen),
+            right=tuple(questions[position].right for position in chosen),
             left_out=tuple(position + 1 for position, size in enumerate(sizes) if size > capacity),
             max_new_tokens=limit,
             tokenizer=tokenizer,
@@ -254,7 +272,15 @@ class Questions:
     @property
     def work(self) -> Workload:
         """The workload of these questions."""
-        return Workload(count=self.count, max_new_tokens=self.max_new_tokens, prompts=self.prompts, name=self.task.name)
+        return Workload(
+            count=self.count, max_new_tokens=self.max_new_tokens, prompts=self.prompts, name=self.task.name,
+            right_share=None if None in self.right else self.right_share,
+        )  # fmt: skip
+
+    def right_share(self, answers: Sequence[str]) -> float:
+        """The share of answers, one of each question, whose last number is the right one."""
+        marks = [final_number(answer) == right for answer, right in zip(answers, self.right, strict=True)]
+        return sum(marks) / len(marks)
 
     def prompts(self, answers: Answers) -> list[str]:
         """The prompts of all turns, question by question.

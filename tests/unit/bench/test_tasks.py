@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from paradraft.bench.report.summary import mean_of
-from paradraft.bench.tasks import TASKS, Questions, files_of, prompt_of, read_questions, tasks_of
+from paradraft.bench.tasks import TASKS, Questions, TaskQuestion, files_of, prompt_of, read_questions, tasks_of
 from paradraft.text.tokenization import encode_prompt
 from tests.conftest import tiny_tokenizer
 from tests.support.jsonl import write_lines
@@ -32,7 +32,7 @@ def chat_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
 
 def choose(name: str, questions: list[tuple[str, ...]], number: int | None = None, **given: Any) -> Questions:
     settings = {"max_new_tokens": 4, "tokenizer": tiny_tokenizer(), "system": None, "capacity": 128, **given}
-    return Questions.choose(TASKS[name], questions, number, **settings)
+    return Questions.choose(TASKS[name], [TaskQuestion(turns=turns) for turns in questions], number, **settings)
 
 
 @pytest.mark.parametrize("name", list(TASKS))
@@ -43,7 +43,22 @@ def test_every_task_reads_its_own_fields(name: str, tmp_path: Path) -> None:
         "humaneval": ("def f0(x):\n",), "gsm8k": ("what is 0",), "math500": ("compute 0",),
         "mtbench": ("ask 0", "and then"), "specbench": ("ask", "and then"),
     }  # fmt: skip
-    assert len(found) == len(RECORDS[name]) and found[0] == expected[name]
+    assert len(found) == len(RECORDS[name]) and found[0].turns == expected[name]
+
+
+def test_answers_are_marked_by_their_last_number(tmp_path: Path) -> None:
+    """Guards shares of right answers against numbers in the middle of a text, and against ways to write a number."""
+    questions = read_questions(TASKS["gsm8k"], write_task(tmp_path, "gsm8k"))
+    assert [question.right for question in questions] == list(range(6))
+    found = Questions.choose(
+        TASKS["gsm8k"], questions, 4, max_new_tokens=4, tokenizer=tiny_tokenizer(), system=None, capacity=128
+    )
+    assert [int(number) for number in found.right if number is not None] == [0, 1, 3, 4]
+    marks = found.work.right_share
+    assert marks is not None
+    assert marks(["So 3 - 3 = 0.", "It is $1.00", "1 of 3, that is 5", "3 4 5"]) == 0.5
+    assert marks(["none", "", "1,003", "4,0"]) == 0.0
+    assert choose("gsm8k", [("q",)]).work.right_share is None
 
 
 @pytest.mark.parametrize(

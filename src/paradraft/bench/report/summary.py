@@ -89,7 +89,8 @@ DRAWN = "SYNTHETIC ACCEPTANCE: verdicts are drawn, texts are not the target's"
 
 
 def table(summary: Summary, title: str) -> FoldingTable:
-    """One line per method: speed, acceptance length, and the shares of drafting, verifying and the rest of its time.
+    """One line per method: speed, acceptance length, and the shares of drafting, verifying and the rest of its time,
+    and of right answers where these are marked.
 
     The speed against `generate` has a column where that ran, and the speed against the fastest AR+ where the run has
     AR+ in several dtypes.
@@ -100,6 +101,8 @@ def table(summary: Summary, title: str) -> FoldingTable:
     is_drawn = any(figures.get("synthetic_acceptance") for figures in summary.values())
     ratios = [*["vs AR"] * has_hf, "vs AR+", *["vs **"] * has_several]
     names = ["tok/s", *ratios, "len", "1-32", "draft", "verify", "rest", "floor", "same"]
+    has_right = any(figures.get("right") is not None for figures in summary.values())
+    names += ["right"] * has_right
     result = FoldingTable(
         title, columns("method", *names), legend=[DRAWN] * is_drawn + refusals(summary) + [legend(summary)]
     )
@@ -117,6 +120,7 @@ def table(summary: Summary, title: str) -> FoldingTable:
             *parts,
             "-" if figures.get("share_of_floor") is None else f"{figures['share_of_floor']:.0%}",
             {True: "yes", False: "no", None: "-"}[figures["identical_to_ar"]],
+            *["-" if figures.get("right") is None else f"{figures['right']:.0%}"] * has_right,
         )
     return result
 
@@ -151,6 +155,7 @@ def legend(summary: Summary) -> str:
         "draft, verify, rest: of time": has("draft_s"),
         "floor: least possible time / time": has("share_of_floor"),
         "same: as AR+": has("identical_to_ar"),
+        "right: of answers": has("right"),
     }
     return " · ".join(text for text, occurs in words.items() if occurs)
 
