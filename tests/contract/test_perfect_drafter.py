@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,10 +24,11 @@ from paradraft.sampling.candidates import Candidates
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
-from paradraft.verify import rule_names
+from paradraft.verify import rule_class, rule_names
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.contract.test_random_configurations import never_twice
 from tests.support.decoding import Varying, requests, stepped, texts
+from tests.support.judges import with_settings
 from tests.support.random_models import random_model
 
 OPENINGS = [1, 2, 3, 4]
@@ -114,12 +116,13 @@ def share_accepted(steps: list[RoundOutput]) -> float:
 @pytest.mark.parametrize("rule", rule_names())
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", PERFECT)
-def test_everything_is_accepted(pairs: dict[str, Pair], name: str, shape: str, rule: str) -> None:
+def test_everything_is_accepted(pairs: dict[str, Pair], name: str, shape: str, rule: str, tmp_path: Path) -> None:
     """Guards the gain where the text shows nothing: noise of another position, penalties that do not see the draft, a
     mask that is none, q that is not p. In one batch, whose rows differ in all they can and end at different times."""
     tree = SHAPES[shape]
     # Under the rejection rule a tree that grows holds the likeliest tokens, so not always the one that is drawn.
-    always = rule == "match" or tree is None or tree.budget is None
+    always = rule_class(rule).draws == "noise" or tree is None or tree.budget is None
+    rule = with_settings(rule, tmp_path, pairs[name][0].lm.model.config.hidden_size)
     samplings = [sampling for sampling in SAMPLINGS if always or sampling.is_greedy]
     engine = Engine(*pairs[name], Speculation(k=4, tree=tree, verify=rule, lengths="fixed"))
     limits = [16, 9, 2, 1, 13, 11, 16, 6][: len(samplings)]
@@ -135,9 +138,12 @@ def test_everything_is_accepted(pairs: dict[str, Pair], name: str, shape: str, r
 @pytest.mark.parametrize("rule", rule_names())
 @pytest.mark.parametrize("k", [1, 2, 5, 9])
 @pytest.mark.parametrize("name", PERFECT)
-def test_everything_is_accepted_at_any_length(pairs: dict[str, Pair], name: str, k: int, rule: str) -> None:
+def test_everything_is_accepted_at_any_length(
+    pairs: dict[str, Pair], name: str, k: int, rule: str, tmp_path: Path
+) -> None:
     """Guards masks that are counted wrongly, which is not seen while K is small, and what a round leaves for the next:
     one row alone."""
+    rule = with_settings(rule, tmp_path, pairs[name][0].lm.model.config.hidden_size)
     steps = rounds_of(
         Engine(*pairs[name], Speculation(k=k, verify=rule, lengths="fixed")), PROMPTS[1:2], SAMPLINGS[1:2], [31]
     )

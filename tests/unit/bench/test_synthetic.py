@@ -96,7 +96,7 @@ def test_the_work_is_done() -> None:
 
 def test_no_user_of_the_library_can_ask_for_it(family: Path) -> None:
     """Guards the promise of lossless answers: the rule has no name, and says of itself that it is not lossless."""
-    assert set(rule_names()) == {"block", "match", "rejection", "typical"}
+    assert set(rule_names()) == {"block", "judge", "match", "rejection", "typical"}
     with pytest.raises(ValueError, match="verify='synthetic'"):
         load(str(family / "target"), verify="synthetic", runtime=Runtime(dtype="float64"))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from paradraft.core import Draft, TargetOut, Verdict
+from paradraft.models.forward import FINAL_NORM
 from paradraft.parents import depths
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
@@ -18,6 +20,7 @@ from paradraft.verify.match import verify
 from tests.support.bonus import with_bonus
 from tests.support.decoding import sampler
 from tests.support.drawing import draw
+from tests.support.judges import with_settings
 from tests.support.trees import path_to, random_parents
 
 VOCAB = 6
@@ -180,12 +183,13 @@ def test_siblings_with_the_same_token_are_one_continuation(
 
 
 @pytest.mark.parametrize("rule", rule_names())
-def test_penalties_count_what_was_drafted_before_a_node(rule: str) -> None:
+def test_penalties_count_what_was_drafted_before_a_node(rule: str, tmp_path: Path) -> None:
     """Guards settings that read the text: the text before a node is that of its own branch."""
     logits = torch.tensor([3.0, 2.0, 1.0, 0.0]).expand(1, 4, 4)
     draft = Draft(tokens=torch.tensor([[0, 0, 1]]), parents=torch.tensor([[-1, 0, 0]]))
     made = sampler([[3]], Sampling(presence_penalty=9.0), rule=rule)
-    verdict = load_rule(rule)(draft, TargetOut(logits=logits, hidden={}), made)
+    out = TargetOut(logits=logits, hidden={FINAL_NORM: torch.zeros(1, 4, 2)})
+    verdict = load_rule(with_settings(rule, tmp_path, 2))(draft, out, made)
     assert verdict.paths == [[0, 2]]
     assert verdict.tokens == [[0, 1, 2]]
     if rule == "match":

@@ -143,7 +143,7 @@ def test_it_cannot_be_audited(family: Path) -> None:
 @pytest.mark.parametrize(
     ("rule", "told"),
     [
-        ("tipical", "verify='tipical': use one of block, match, rejection, typical"),
+        ("tipical", "verify='tipical': use one of block, judge, match, rejection, typical"),
         ("match:epsilon=1", "'epsilon=1' is no setting=value of it; it has no settings"),
         ("typical:eps=1", "'eps=1' is no setting=value of it; its settings are epsilon, delta, each at most once"),
         ("typical:delta=a", "verify='typical:delta=a': delta='a': use a number"),
