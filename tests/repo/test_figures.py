@@ -6,6 +6,7 @@ the new file's name below and run this: a row that does not fit is printed as it
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from functools import cache
@@ -396,3 +397,68 @@ def test_the_trained_draft_is_as_measured() -> None:
     """Guards the figures of a shipped draft against those of another one."""
     rows = table("benchmarks/README.md", *TRAINED_HEAD)
     assert [[name, *trained_cells(TRAINED[name])] for name, *_ in rows] == rows and len(rows) == len(TRAINED)
+
+
+RULES_FILE = "verification-rules-qwen2.5-coder-1.5b_epyc-avx512-2cores_2026-11-29"
+RULES_HEAD = (
+    "T, rule of the texts", "rounds", "tokens a pass, rejection", "tokens a pass, block", "difference", "gain",
+)  # fmt: skip
+
+
+def compared_cells(one: Figures) -> list[str]:
+    means = one["means_on_its_drafts"]
+    rejection, block, gain = means["rejection"], means["block"], means["gain"]
+    assert gain == pytest.approx(block - rejection)
+    error, share = means["gain_standard_error"], 100 * gain / rejection
+    return [f"{one['rounds']:,}", f"{rejection:.3f}", f"{block:.3f}", f"{gain:.3f} ± {error:.3f}", f"{share:.1f} %"]
+
+
+def raw(name: str) -> dict[str, Any]:
+    """A file that is none of `paradraft bench`."""
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_rules_on_the_same_drafts_are_as_measured() -> None:
+    found = raw(RULES_FILE)["temperatures"]
+    expected = [
+        [f"{temperature}, {name}", *compared_cells(one)]
+        for temperature, rules in found.items()
+        for name, one in rules.items()
+    ]
+    assert table("benchmarks/README.md", *RULES_HEAD) == expected
+
+
+def test_the_time_of_verdicts_is_as_measured() -> None:
+    tasks = raw(RULES_FILE.replace("rules-", "rules-speed-"))["tasks"]
+    expected = []
+    for rule in ("match", "rejection", "block"):
+        ones = [task["methods"][f"autoregressive:k=5:verify={rule}"] for task in tasks.values()]
+        expected.append(
+            [rule, *(f"{1000 * one['verify_s'] * one['acceptance_length'] / one['tokens']:.1f}" for one in ones)]
+        )
+    assert table("benchmarks/README.md", "ms of pass and verdict, T = 0.8", "HumanEval", "GSM8K") == expected
+
+
+CONFIDENCE = {
+    "plain": "plain",
+    "best threshold of confidence": "best confidence",
+    "best K of all texts (2)": "best fixed K",
+    "best K of each text": "best K of each text",
+    "survival by confidence": "survival by confidence",
+    "survival by the margin of the drawn token": "survival by margin",
+    "the text itself, as an oracle": "oracle",
+}
+
+
+def test_lengths_from_confidence_are_as_replayed() -> None:
+    """Guards the reason for not building a policy, and its bounds: 2.4 % above counted shares, 7.3 % with an oracle."""
+    found = raw("draft-confidence-qwen2.5-coder-1.5b_epyc-avx512-2cores_2026-11-28")["temperatures"]
+    rates = [one["tokens_per_second"] for one in found.values()]
+    rows = table("benchmarks/README.md", "tokens/s", "T = 0", "T = 0.8")
+    assert rows == [[name, *(f"{rate[key]:.1f}" for rate in rates)] for name, key in CONFIDENCE.items()]
+    assert all(rate["K of best fixed K"] == 2 for rate in rates)
+    for best, most in (("survival by margin", 1.0245), ("oracle", 1.0735)):
+        assert all(rate[best] / rate["best K of each text"] < most for rate in rates)
+    depths = [depth for one in found.values() for depth in one["survival_by_depth"]]
+    assert len(depths) == 16 and all(abs(depth["predicted"] - depth["counted"]) <= 0.015 for depth in depths)
