@@ -109,8 +109,9 @@ OPTIONS: dict[type, dict[str, Any]] = {
         "draft": option("Draft model; the pocket target brings its own."),
         "k": option(f"Most tokens drafted per round, 1 to {MOST_DRAFTED}.", "-k", "--k"),
         "verify": option(
-            "match: the same tokens as without a drafter; typical, or typical:epsilon=0.09:delta=0.3: not "
-            "lossless; rejection: the same distribution; block: that, and more accepted where tokens are sampled."
+            "match: the same tokens as without a drafter; rejection: the same distribution; block: that, and more "
+            "accepted where tokens are sampled. Not lossless: typical, or typical:epsilon=0.09:delta=0.3; "
+            "judge:head=FILE of train-judge."
         ),
         "tree_budget": option("Let drafts branch, up to this many tokens; by default they are chains.", least=1),
         "tree_paths": option('A fixed tree, as ranks of candidates: "0 1 0.0 0.1 0.0.0".'),

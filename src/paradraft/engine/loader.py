@@ -62,7 +62,8 @@ def load(
         draft: the draft model, for drafters that have one; the pocket target brings its own.
         k: most tokens drafted per round (depth of the draft), at least 1.
         verify: "match" gives the same tokens with every drafter; "rejection" gives the same
-            distribution and accepts more when sampling, "block" again more; "typical" is not lossless.
+            distribution and accepts more when sampling, "block" again more; "typical" and "judge:head=FILE" are
+            not lossless.
         tree: draft trees instead of chains: a `Tree`, or a node budget.
         lengths: draft length policy: "fixed" drafts all k tokens, "heuristic" more after success, "confidence" while
             the drafter is sure, "expected" the fastest length on this machine; "auto" is "expected" where that cannot

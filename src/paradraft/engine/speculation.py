@@ -38,7 +38,7 @@ class Speculation:
             (`Drafter.tree`) sets it to their depth.
         tree: shape of draft trees; None drafts chains, or the trees that the drafter's settings fix.
         verify: "match" gives the same tokens with every drafter; "rejection" gives the same distribution and accepts
-            more when sampling, and "block" again more; "typical" is not lossless: see `paradraft.verify.typical`.
+            more when sampling, and "block" again more; "typical" and "judge:head=FILE" are not lossless.
         lengths: draft length policy: "fixed" drafts all k tokens, "heuristic" more after success, "confidence" while
             the drafter is sure, "expected" the fastest length on this machine. "auto" is "expected" where it cannot
             change a text, else "fixed": see `settled`.

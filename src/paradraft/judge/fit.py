@@ -65,7 +65,7 @@ def fitted(states_ND: Tensor, is_harmless_N: Tensor, penalty: float) -> tuple[Te
         total = binary_cross_entropy_with_logits(inputs_ND @ weights_D + bias, target_N)
         total = total + penalty * weights_D.square().sum()
         total.backward()
-        return float(total)
+        return float(total.detach())
 
     optimizer.step(loss)
     weights_D = weights_D.detach() / scale_D
