@@ -462,3 +462,24 @@ def test_lengths_from_confidence_are_as_replayed() -> None:
         assert all(rate[best] / rate["best K of each text"] < most for rate in rates)
     depths = [depth for one in found.values() for depth in one["survival_by_depth"]]
     assert len(depths) == 16 and all(abs(depth["predicted"] - depth["counted"]) <= 0.015 for depth in depths)
+
+
+BITS = {"Q4_K_M, stored": ("gguf", "auto"), "int8": ("folder", "int8"), "bfloat16": ("folder", "bfloat16")}
+
+
+def test_the_best_k_by_bits_is_as_computed() -> None:
+    """Guards the answer to whether the best K moves with the bits of the target."""
+    day = "epyc-avx512-2cores_2026-11-29"
+    shares = raw("draft-confidence-qwen2.5-coder-1.5b_epyc-avx512-2cores_2026-11-28")["temperatures"]["0"]
+    survival = [depth["counted"] for depth in shares["survival_by_depth"]]
+    draft_ms = raw(f"pass-costs-gguf-qwen2.5-coder-0.5b_{day}")["median_ms"]["auto"]["1"]
+    expected = []
+    for name, (form, dtype) in BITS.items():
+        target_ms = raw(f"pass-costs-{form}-qwen2.5-coder-1.5b_{day}")["median_ms"][dtype]
+        rates = [
+            1000 * (1 + sum(survival[:k])) / (k * draft_ms + target_ms[str(k + 1)]) for k in range(len(survival) + 1)
+        ]
+        best = max(range(len(rates)), key=rates.__getitem__)
+        expected.append([name, *(f"{rates[k]:.1f}" for k in (0, 2, 4, 6, 8)), str(best)])
+    head = ("target, T = 0", "plain", "K = 2", "K = 4", "K = 6", "K = 8", "best K")
+    assert table("benchmarks/README.md", *head) == expected
