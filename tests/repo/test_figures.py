@@ -483,3 +483,18 @@ def test_the_best_k_by_bits_is_as_computed() -> None:
         expected.append([name, *(f"{rates[k]:.1f}" for k in (0, 2, 4, 6, 8)), str(best)])
     head = ("target, T = 0", "plain", "K = 2", "K = 4", "K = 6", "K = 8", "best K")
     assert table("benchmarks/README.md", *head) == expected
+
+
+def test_the_judge_is_as_measured() -> None:
+    day = "qwen2.5-coder-1.5b_epyc-avx512-2cores_2026-11-29"
+    match, judge = methods(f"judge-gsm8k-{day}").values()
+    (low,) = methods(f"judge-gsm8k-threshold-0.6-{day}").values()
+    assert [str(one["verify"]).partition(":")[0] for one in (match, judge, low)] == ["match", "judge", "judge"]
+    names = ("match", "judge, its threshold of 0.88", "judge, threshold 0.6")
+    expected = [
+        [name, f"{one['acceptance_length']:.2f}", f"{one['tokens_per_s']['median']:.1f}", f"{one['right']:.1%}"]
+        for name, one in zip(names, (match, judge, low), strict=True)
+    ]
+    expected[2][2] = "–"
+    rows = table("benchmarks/README.md", "rule, GSM8K", "tokens a pass", "tokens/s", "right answers")
+    assert [[cell.replace(" %", "%") for cell in row] for row in rows] == expected
