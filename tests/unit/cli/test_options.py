@@ -140,7 +140,7 @@ def test_a_command_may_differ(seen: Seen) -> None:
     assert run().exit_code == run("--drafter", "pard", "-k", 3).exit_code == 2
     told = " ".join(run("--help").output.split())
     assert "--draft <str> Dr." in told and "-k " not in told
-    assert "more accepted where tokens are sampled. [default: rejection]" in told
+    assert "judge:head=FILE of train-judge. [default: rejection]" in told
     assert "else by the models' own code. [default: compile]" in told
     assert "own code" not in OPTIONS[Runtime]["compiled"].help and OPTIONS[Speculation]["draft"].help != "Dr."
 

@@ -34,7 +34,7 @@ class JudgeArgs:
     """Options of `paradraft train-judge`."""
 
     target: options.Target
-    draft: Annotated[str, option("Draft model, an ordinary one of the target's family.", "--draft")]
+    draft: Annotated[str, option("Draft model; the pocket target brings its own.", "--draft")]
     questions: Annotated[
         Path,
         option(
