@@ -36,7 +36,7 @@ ASIDE = Tree(paths=((0,), (1,), (1, 0)))
         ({"k": MOST_DRAFTED + 1}, "k=257: draft 1 to 256 tokens per round"),
         ({"k": 2.5}, "k=2.5: use a whole number"),
         ({"k": True}, "k=True: use a whole number"),
-        ({"verify": "tipical"}, "verify='tipical': use one of block, match, rejection, typical"),
+        ({"verify": "tipical"}, "verify='tipical': use one of block, judge, match, rejection, typical"),
         ({"lengths": "short"}, "lengths='short': use one of auto, fixed, heuristic, confidence, expected"),
         ({"tree": Tree(budget=MOST_NODES + 1)}, "a tree of 1025 nodes: use at most 1024"),
         ({"tree": DEEP, "k": 2}, "a tree path is 3 tokens deep, but k=2: raise k or shorten the path"),
@@ -53,7 +53,7 @@ def test_a_wrong_setting_is_said_by_whoever_is_told_it(settings: dict[str, Any],
 @pytest.mark.parametrize(
     ("spec", "complaint"),
     [
-        ("ngram:verify=tipical", "verify='tipical': use one of block, match, rejection, typical"),
+        ("ngram:verify=tipical", "verify='tipical': use one of block, judge, match, rejection, typical"),
         ("ngram:lengths=short", "lengths='short': use one of"),
         ("hf-prompt-lookup:k=257", "k=257: draft 1 to 256"),
         ("pard:tree=1025", "a tree of 1025 nodes"),

@@ -96,20 +96,23 @@ def test_rows_that_join_go_on_from_their_own_last_token() -> None:
 
 
 def test_hidden_states_are_those_from_which_each_token_was_predicted() -> None:
-    """Guards drafters that read the target's states: the next token's state is that of the last accepted node."""
+    """Guards drafters that read the target's states: the next token's state is that of the last accepted node. States
+    of layers that only the rule reads stay in the pass."""
     ours = target()
-    ours.start()
+    ours.start(hidden_layers=(1, -1), of_rule=(2, -1))
     ours.join(requests([[5, 6], [7, 8]]))
     draft = Draft(tokens=torch.tensor([[1, 2, 3]] * 2), parents=torch.tensor([[-1, -1, 1]] * 2))
-    logits = ours.forward(draft).logits
+    out = ours.forward(draft)
+    assert {layer: state.shape[:2] for layer, state in out.hidden.items()} == dict.fromkeys((1, -1, 2), (2, 4))
     states = torch.arange(8.0).view(2, 4, 1)  # of the root and of three nodes
     drawn = [[2, 0, 3, 9], [9, 0, 0, 0]]
     verdict = replace(Verdict.of(draft, [[1, 2], []], [9, 9]), drawn=drawn)
-    new = ours.commit(verdict, TargetOut(logits=logits, hidden={4: states, -1: -states}))
+    new = ours.commit(verdict, TargetOut(logits=out.logits, hidden={1: states, 2: states, -1: -states}))
+    assert set(new.hidden) == {1, -1}
     assert new.drawn is drawn
     there = from_lists(new.tokens) != ABSENT
     assert new.tokens == [[2, 3, 9], [9]]
-    assert new.hidden[4][there].flatten().tolist() == [0.0, 2.0, 3.0, 4.0]
+    assert new.hidden[1][there].flatten().tolist() == [0.0, 2.0, 3.0, 4.0]
     assert new.hidden[-1][there].flatten().tolist() == [0.0, -2.0, -3.0, -4.0]
 
 
