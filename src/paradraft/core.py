@@ -17,10 +17,9 @@ from paradraft.likeliest import Likeliest
 from paradraft.parents import parents_of_chains
 from paradraft.probes import Probes
 from paradraft.ragged import padded, upload
-from paradraft.sampling_params import GREEDY, Sampling
+from paradraft.sampling_params import GREEDY, Draws, Sampling
 from paradraft.traits import Serving, Traits
 from paradraft.tree import ABSENT, Tree
-from paradraft.verify import Draws
 from paradraft.worth import Worth
 
 INVALID = -2

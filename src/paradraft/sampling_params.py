@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from paradraft.errors import one_line, real_number, whole_number
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 MOST_BIAS = 10_000.0
 """Largest bias or penalty: far beyond any logit, and far from the limits of float32."""
+Draws = Literal["noise", "numbers", "likeliest"]
+"""How drafters draw for a verification rule; see `paradraft.core.Drafting`."""
 
 
 class LogitsProcessor(Protocol):

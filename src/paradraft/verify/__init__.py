@@ -7,9 +7,10 @@ settings are the fields of the class.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from paradraft.plugins import find_module, module_names, parse_settings
+from paradraft.sampling_params import Draws
 
 if TYPE_CHECKING:
     from paradraft.core import Draft, TargetOut, Verdict
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 GROUP = "paradraft.verify"
 """Entry points by which other packages add rules."""
-Draws = Literal["noise", "numbers", "likeliest"]
-"""How drafters draw for a rule; see `paradraft.core.Drafting`."""
 Verify = Callable[["Draft", "TargetOut", "Sampler"], "Verdict"]
 
 
@@ -27,7 +26,7 @@ class Rule:
     """A verification rule: a frozen dataclass whose fields are its settings; lossless unless it says otherwise.
 
     Attributes:
-        draws: how drafters draw for it.
+        draws: how drafters draw for it; see `paradraft.core.Drafting`.
         is_of_vllm: whether vLLM verifies by it when it samples.
         same_tokens: whether a seed gives the same tokens with every draft, and so without one.
         warning: how its text differs from the target's; None if it is lossless.

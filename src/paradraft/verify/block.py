@@ -27,8 +27,9 @@ from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.parents import path_to, texts_before
 from paradraft.ragged import upload
 from paradraft.sampling.sampler import Sampler
+from paradraft.sampling_params import Draws
 from paradraft.tree import ABSENT
-from paradraft.verify import Draws, Rule
+from paradraft.verify import Rule
 from paradraft.verify.rejection import p_after
 
 

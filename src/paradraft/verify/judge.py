@@ -21,8 +21,9 @@ from paradraft.models.forward import FINAL_NORM
 from paradraft.models.target import Target
 from paradraft.parents import depths_of_places, logit_rows, texts_before
 from paradraft.sampling.sampler import Sampler
+from paradraft.sampling_params import Draws
 from paradraft.tree import ABSENT
-from paradraft.verify import Draws, Rule
+from paradraft.verify import Rule
 
 
 @dataclass(frozen=True, kw_only=True)

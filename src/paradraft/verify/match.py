@@ -15,8 +15,9 @@ from typing import ClassVar
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.parents import depths_of_places, logit_rows, texts_before
 from paradraft.sampling.sampler import Sampler
+from paradraft.sampling_params import Draws
 from paradraft.tree import ABSENT
-from paradraft.verify import Draws, Rule
+from paradraft.verify import Rule
 
 
 def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:

@@ -21,8 +21,9 @@ from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.parents import texts_before
 from paradraft.ragged import to_lists
 from paradraft.sampling.sampler import Sampler
+from paradraft.sampling_params import Draws
 from paradraft.tree import ABSENT
-from paradraft.verify import Draws, Rule
+from paradraft.verify import Rule
 
 
 def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:

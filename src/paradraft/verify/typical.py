@@ -19,8 +19,9 @@ import torch
 from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.parents import depths_of_places, logit_rows, path_to, texts_before
 from paradraft.sampling.sampler import Sampler
+from paradraft.sampling_params import Draws
 from paradraft.tree import ABSENT
-from paradraft.verify import Draws, Rule
+from paradraft.verify import Rule
 
 
 @dataclass(frozen=True, kw_only=True)
