@@ -6,20 +6,15 @@ the new file's name below and run this: a row that does not fit is printed as it
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
-from paradraft.bench.report.page import read_result
 from paradraft.bench.report.plot import description
+from tests.support.figures import ROOT, Figures, methods, table
 
-ROOT = Path(__file__).parents[2]
 DAY, REAL_DAY = "epyc-avx512-2cores_2026-11-22", "epyc-avx512-2cores_2026-11-25"
 GREEDY = f"cpp-greedy_{DAY}"
 AMX = "xeon-amx-2cores_2026-11-23"
@@ -27,15 +22,6 @@ NEW_GREEDY, NEW_SAMPLED, NEW_GREEDY_K8, NEW_SAMPLED_K8 = (
     f"{theme}_{AMX}" for theme in ("greedy", "t0.8", "k8-greedy", "k8-t0.8")
 )
 EXPECTED = "expected-batches-greedy_xeon-avx512-2cores_2026-11-22"
-
-Figures = dict[str, Any]
-
-
-@cache
-def methods(name: str) -> dict[str, Figures]:
-    """The figures of a file, with the definitions of today."""
-    found: dict[str, Figures] = read_result(ROOT / "benchmarks" / f"{name}.json")["methods"]
-    return found
 
 
 def times(value: float | None) -> str:
@@ -148,22 +134,6 @@ FOLDER_METHODS = {"`generate` of `transformers`": "hf:dtype=bfloat16", "paradraf
 
 def real(model: str, task: str) -> dict[str, Figures]:
     return methods(f"real-{model}-{task}_{REAL_DAY}")
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip().replace("**", "") for cell in line.strip().strip("|").split("|")]
-
-
-def table(document: str, *head: str) -> list[list[str]]:
-    """The rows below a heading row, bold type taken off."""
-    lines = (ROOT / document).read_text(encoding="utf-8").splitlines()
-    (place,) = (number for number, line in enumerate(lines) if line.startswith("|") and cells(line) == list(head))
-    rows = []
-    for line in lines[place + 2 :]:
-        if not line.startswith("|"):
-            break
-        rows.append(cells(line))
-    return rows
 
 
 @pytest.mark.parametrize(("document", "head", "file"), [(key[0], key[1:], file) for key, file in TABLES.items()])
@@ -397,104 +367,3 @@ def test_the_trained_draft_is_as_measured() -> None:
     """Guards the figures of a shipped draft against those of another one."""
     rows = table("benchmarks/README.md", *TRAINED_HEAD)
     assert [[name, *trained_cells(TRAINED[name])] for name, *_ in rows] == rows and len(rows) == len(TRAINED)
-
-
-RULES_FILE = "verification-rules-qwen2.5-coder-1.5b_epyc-avx512-2cores_2026-11-29"
-RULES_HEAD = (
-    "T, rule of the texts", "rounds", "tokens a pass, rejection", "tokens a pass, block", "difference", "gain",
-)  # fmt: skip
-
-
-def compared_cells(one: Figures) -> list[str]:
-    means = one["means_on_its_drafts"]
-    rejection, block, gain = means["rejection"], means["block"], means["gain"]
-    assert gain == pytest.approx(block - rejection)
-    error, share = means["gain_standard_error"], 100 * gain / rejection
-    return [f"{one['rounds']:,}", f"{rejection:.3f}", f"{block:.3f}", f"{gain:.3f} ± {error:.3f}", f"{share:.1f} %"]
-
-
-def raw(name: str) -> dict[str, Any]:
-    """A file that is none of `paradraft bench`."""
-    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))
-    return found
-
-
-def test_rules_on_the_same_drafts_are_as_measured() -> None:
-    found = raw(RULES_FILE)["temperatures"]
-    expected = [
-        [f"{temperature}, {name}", *compared_cells(one)]
-        for temperature, rules in found.items()
-        for name, one in rules.items()
-    ]
-    assert table("benchmarks/README.md", *RULES_HEAD) == expected
-
-
-def test_the_time_of_verdicts_is_as_measured() -> None:
-    tasks = raw(RULES_FILE.replace("rules-", "rules-speed-"))["tasks"]
-    expected = []
-    for rule in ("match", "rejection", "block"):
-        ones = [task["methods"][f"autoregressive:k=5:verify={rule}"] for task in tasks.values()]
-        expected.append(
-            [rule, *(f"{1000 * one['verify_s'] * one['acceptance_length'] / one['tokens']:.1f}" for one in ones)]
-        )
-    assert table("benchmarks/README.md", "ms of pass and verdict, T = 0.8", "HumanEval", "GSM8K") == expected
-
-
-CONFIDENCE = {
-    "plain": "plain",
-    "best threshold of confidence": "best confidence",
-    "best K of all texts (2)": "best fixed K",
-    "best K of each text": "best K of each text",
-    "survival by confidence": "survival by confidence",
-    "survival by the margin of the drawn token": "survival by margin",
-    "the text itself, as an oracle": "oracle",
-}
-
-
-def test_lengths_from_confidence_are_as_replayed() -> None:
-    """Guards the reason for not building a policy, and its bounds: 2.4 % above counted shares, 7.3 % with an oracle."""
-    found = raw("draft-confidence-qwen2.5-coder-1.5b_epyc-avx512-2cores_2026-11-28")["temperatures"]
-    rates = [one["tokens_per_second"] for one in found.values()]
-    rows = table("benchmarks/README.md", "tokens/s", "T = 0", "T = 0.8")
-    assert rows == [[name, *(f"{rate[key]:.1f}" for rate in rates)] for name, key in CONFIDENCE.items()]
-    assert all(rate["K of best fixed K"] == 2 for rate in rates)
-    for best, most in (("survival by margin", 1.0245), ("oracle", 1.0735)):
-        assert all(rate[best] / rate["best K of each text"] < most for rate in rates)
-    depths = [depth for one in found.values() for depth in one["survival_by_depth"]]
-    assert len(depths) == 16 and all(abs(depth["predicted"] - depth["counted"]) <= 0.015 for depth in depths)
-
-
-BITS = {"Q4_K_M, stored": ("gguf", "auto"), "int8": ("folder", "int8"), "bfloat16": ("folder", "bfloat16")}
-
-
-def test_the_best_k_by_bits_is_as_computed() -> None:
-    """Guards the answer to whether the best K moves with the bits of the target."""
-    day = "epyc-avx512-2cores_2026-11-29"
-    shares = raw("draft-confidence-qwen2.5-coder-1.5b_epyc-avx512-2cores_2026-11-28")["temperatures"]["0"]
-    survival = [depth["counted"] for depth in shares["survival_by_depth"]]
-    draft_ms = raw(f"pass-costs-gguf-qwen2.5-coder-0.5b_{day}")["median_ms"]["auto"]["1"]
-    expected = []
-    for name, (form, dtype) in BITS.items():
-        target_ms = raw(f"pass-costs-{form}-qwen2.5-coder-1.5b_{day}")["median_ms"][dtype]
-        rates = [
-            1000 * (1 + sum(survival[:k])) / (k * draft_ms + target_ms[str(k + 1)]) for k in range(len(survival) + 1)
-        ]
-        best = max(range(len(rates)), key=rates.__getitem__)
-        expected.append([name, *(f"{rates[k]:.1f}" for k in (0, 2, 4, 6, 8)), str(best)])
-    head = ("target, T = 0", "plain", "K = 2", "K = 4", "K = 6", "K = 8", "best K")
-    assert table("benchmarks/README.md", *head) == expected
-
-
-def test_the_judge_is_as_measured() -> None:
-    day = "qwen2.5-coder-1.5b_epyc-avx512-2cores_2026-11-29"
-    match, judge = methods(f"judge-gsm8k-{day}").values()
-    (low,) = methods(f"judge-gsm8k-threshold-0.6-{day}").values()
-    assert [str(one["verify"]).partition(":")[0] for one in (match, judge, low)] == ["match", "judge", "judge"]
-    names = ("match", "judge, its threshold of 0.88", "judge, threshold 0.6")
-    expected = [
-        [name, f"{one['acceptance_length']:.2f}", f"{one['tokens_per_s']['median']:.1f}", f"{one['right']:.1%}"]
-        for name, one in zip(names, (match, judge, low), strict=True)
-    ]
-    expected[2][2] = "–"
-    rows = table("benchmarks/README.md", "rule, GSM8K", "tokens a pass", "tokens/s", "right answers")
-    assert [[cell.replace(" %", "%") for cell in row] for row in rows] == expected

@@ -22,7 +22,7 @@ class JudgeHead:
     Args:
         weights: `[D]` float32.
         threshold: least probability of being harmless with which a token is accepted, in (0, 1).
-        facts: `target`, a digest of the model, and what was measured; see `paradraft.train.judge`.
+        facts: names of target and draft, and what `paradraft.judge.fit` measured.
     """
 
     weights: Tensor

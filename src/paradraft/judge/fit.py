@@ -18,7 +18,7 @@ from paradraft.models.forward import FINAL_NORM
 from paradraft.models.target import Target
 
 FOLDS = 5
-PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)
+PENALTIES = (1e-2, 1e-1, 1.0, 10.0)
 """Weights of the squared norm in the loss, per label, of which the best is chosen."""
 RECALL = 0.9
 """Share of the harmful tokens that the head rejects (AutoJudge)."""
@@ -104,8 +104,8 @@ def head_of(states: Sequence[Tensor], texts: Sequence[LabelledText], facts: dict
 
     penalty = min(PENALTIES, key=loss)
     chances_N = estimates[penalty].sigmoid()
-    threshold = float(chances_N[~is_harmless_N].quantile(RECALL))
-    accepted = float((chances_N[is_harmless_N] > threshold).double().mean())
+    threshold = float(chances_N[~is_harmless_N].quantile(RECALL).clamp(1e-6, 1 - 1e-6))
+    accepted = float((chances_N[is_harmless_N] >= threshold).double().mean())
     weights_D, bias = fitted(states_ND, is_harmless_N, penalty)
     found = {
         "labels": str(len(is_harmless_N)),
