@@ -6,6 +6,9 @@ A spine has two tokens at each depth, after the best path. Siblings are drawn wi
 all but the last are the likeliest, and the last is drawn from the rest (Hu et al. 2025). "RSD-S" keeps the two best
 paths of a depth by stochastic beam search (Jeon et al. 2024), for drafters that predict all depths in one pass. Grown
 trees hold the likeliest paths, with the target's noise under `match`. Both replacements live in this file only.
+
+"share_of_optimum": of the two siblings of the first depth, by the p and q of each round, how often recursive rejection
+accepts one, as a share of how often any rule could.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from torch import Tensor
 from verification_rules import Compared
 
 from paradraft.bench.synthetic import rounds
-from paradraft.core import Draft
+from paradraft.core import Draft, TargetOut, Verdict
 from paradraft.drafters import pard
 from paradraft.engine.engine import Engine
 from paradraft.engine.speculation import Speculation
@@ -89,6 +92,57 @@ def _beam(q_KV: Tensor) -> tuple[list[int], list[int], Tensor]:
     return tokens, parents, torch.stack(probs)
 
 
+class Shared(Compared):
+    """Notes how often recursive rejection, and the best rule, accept one of two siblings of the first depth."""
+
+    def __init__(self, rule: str) -> None:
+        super().__init__(rule, None)
+        self.chances: list[tuple[float, float]] = []
+
+    def __call__(self, draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
+        """The rule's verdict."""
+        verdict = super().__call__(draft, out, sampler)
+        if draft.probs is not None and draft.tokens.shape[1] > 1:
+            p_BV = sampler.probabilities(out.logits[:, :1])[:, 0].double()
+            for row, tokens in enumerate(draft.lists[0]):
+                if min(tokens[:2]) >= 0:
+                    p_V, q_V = p_BV[row], draft.probs[row, 0].double()
+                    self.chances.append((accepted_of_two(p_V, q_V), most_of_two(p_V, q_V)))
+        return verdict
+
+
+def accepted_of_two(p_V: Tensor, q_V: Tensor) -> float:
+    """The chance that recursive rejection accepts one of two tokens that are drawn without replacement."""
+    in_q_V = q_V > 0
+    first_V = torch.minimum(p_V, q_V)
+    rest_V = (p_V - q_V).clamp(min=0.0)
+    if not float(rest_V.sum()):
+        return 1.0
+    outside = float(rest_V[~in_q_V].sum())
+    p_V, q_V, first_V, rest_V = (each[in_q_V] for each in (p_V, q_V, first_V, rest_V))
+    rest_V = rest_V / (rest_V.sum() + outside)
+    # A rejected token has p < q, so the rest leaves it out anyway.
+    order = (rest_V / q_V).argsort()
+    ratio_V, of_rest_V, of_q_V = (rest_V / q_V)[order], rest_V[order].cumsum(0), q_V[order].cumsum(0)
+    grown_V = 1 / (1 - q_V).clamp(min=1e-12)
+    below_V = torch.searchsorted(ratio_V, grown_V, right=True)
+    from_rest_V, from_q_V = (torch.nn.functional.pad(each, (1, 0))[below_V] for each in (of_rest_V, of_q_V))
+    second_V = from_rest_V + grown_V * (of_q_V[-1] - from_q_V)
+    return float((first_V + (q_V - first_V) * second_V).sum())
+
+
+def most_of_two(p_V: Tensor, q_V: Tensor) -> float:
+    """The chance for the best rule: 1 + min over sets H of p(H) - Q(H), with Q(H) the chance that both tokens are in H.
+
+    The least is among the sets of tokens with the smallest p / q (Hu et al. 2025); else this would be too large.
+    """
+    order = (p_V / q_V).nan_to_num(nan=torch.inf).argsort()
+    p_V, q_V = p_V[order], q_V[order]
+    odds_V = q_V / (1 - q_V).clamp(min=1e-12)
+    both_V = q_V.cumsum(0) * odds_V.cumsum(0) - (q_V * odds_V).cumsum(0)
+    return 1 + min(float((p_V.cumsum(0) - both_V).min()), 0.0)
+
+
 @contextmanager
 def drawing(siblings: str) -> Iterator[None]:
     """Draws siblings another way."""
@@ -135,7 +189,7 @@ def main() -> None:
                 drafter,
                 Speculation(drafter=args.drafter, draft=args.draft, k=k, tree=tree, verify=rule, lengths="fixed"),
             )
-            counted = Compared(rule, None)
+            counted = Shared(rule) if (rule, siblings) == ("rejection", "RSD-C") else Compared(rule, None)
             with drawing(siblings), engine.in_round():
                 for some, samplings in batches(prompts, args.seeds, args.rows, {"temperature": float(temperature)}):
                     for _ in rounds(engine.new_batch(verify=counted), some, args.tokens, samplings):
@@ -148,6 +202,9 @@ def main() -> None:
                     "tokens_per_pass": 1 + sum(accepted) / len(accepted), "standard_error": standard_error(accepted),
                 }
             )  # fmt: skip
+            if isinstance(counted, Shared):
+                ours, most = map(sum, zip(*counted.chances, strict=True))
+                found[-1]["share_of_optimum"] = ours / most
             print(found[-1], flush=True)
     write(args, {"cases": found}, "drafter", "prompts", "seeds", "tokens")
 

@@ -6,8 +6,11 @@ import itertools
 import math
 import random
 from collections import Counter
+from importlib import import_module
+from pathlib import Path
 
 import pytest
+import torch
 
 from paradraft.verify import block, rejection
 from tests.support import multi_draft
@@ -80,3 +83,15 @@ def test_greedy_siblings_are_at_most_optimal() -> None:
         chosen = sorted(range(len(q)), key=lambda token: -q[token])[:1]
         assert multi_draft.greedy(p, q, 2) >= sum(p[token] for token in chosen) - 1e-12
         assert multi_draft.greedy(p, q, 1) == pytest.approx(sum(map(min, p, q)))
+
+
+def test_shares_in_benchmarks_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the share of the optimum in tables of real models, which is computed by sorting, for any p and q."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks" / "scripts"))
+    script = import_module("sibling_rules")
+    lists = [*itertools.chain(*CASES.values())]
+    lists += [([0.0, *p], [*q, 0.0]) for p, q in lists] + [([*p, 0.0], [*q, 0.0]) for p, q in lists[:5]]
+    for p, q in lists:
+        p_V, q_V = (torch.tensor(each, dtype=torch.float64) for each in (p, q))
+        assert script.accepted_of_two(p_V, q_V) == pytest.approx(multi_draft.without_replacement(p, q, 2), abs=1e-9)
+        assert script.most_of_two(p_V, q_V) == pytest.approx(multi_draft.optimum(p, q, 2), abs=1e-9)
