@@ -20,7 +20,7 @@ class Traits:
         words: explanation of the label in plots.
         branching: chains, trees that branch only along the best path, any trees, or trees whose shape the drafter
             decides.
-        needs_drawn: whether it learns from `Committed.drawn`. Then it supports the match rule only, and
+        needs_drawn: whether it learns from `Committed.drawn`. Then its rule draws "noise", as match does, and
             `depends_on_rounds`.
         depends_on_rounds: whether its drafts also depend on how the committed tokens were split into rounds; on nothing
             else, if the length policy knows no times.

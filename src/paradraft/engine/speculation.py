@@ -155,8 +155,8 @@ class Speculation:
         """Raises ValueError if a drafter or drafter class does not support this rule, tree or gamma."""
         if drafter.traits.needs_drawn and rule_class(self.verify).draws != "noise":
             raise ValueError(
-                f"verify={self.verify!r}: this drafter learns from the target's own draws, which the match rule alone "
-                "tells: use verify='match'"
+                f"verify={self.verify!r}: this drafter learns from the target's own draws, which this rule does not "
+                "have: use verify='match'"
             )
         if self.gamma is not None and not drafter.traits.can_run_ahead:
             raise ValueError(f"gamma={self.gamma}: this drafter cannot draft ahead, leave gamma out")

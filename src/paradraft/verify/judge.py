@@ -15,15 +15,16 @@ from typing import ClassVar
 
 import torch
 
-from paradraft.core import Draft, TargetOut, Verdict
+from paradraft.core import INVALID, Draft, TargetOut, Verdict
 from paradraft.formats.judge_head import JudgeHead, read_judge
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.target import Target
-from paradraft.parents import depths_of_places, logit_rows, texts_before
+from paradraft.parents import depths_of_places, texts_before
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Draws
 from paradraft.tree import ABSENT
 from paradraft.verify import Rule
+from paradraft.verify.match import verdict_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,19 +67,18 @@ class Judge(Rule):
         depths = depths_of_places(draft.tokens, draft.parents)
         drawn_BM = sampler.draw(out.logits, depths, texts)
         parents_BN = draft.parents.clamp(min=-1) + 1
-        is_own_BN = draft.tokens == drawn_BM.gather(1, parents_BN)
+        own_BN = drawn_BM.gather(1, parents_BN)
+        is_own_BN = draft.tokens == own_BN
         worth_BN = self._judge.harmless(out.hidden[FINAL_NORM][:, 1:])
         least = self._judge.threshold if self.threshold is None else self.threshold
-        is_judged_BN = (worth_BN >= least) & ~is_own_BN & (draft.tokens != ABSENT)
+        is_judged_BN = (worth_BN >= least) & ~is_own_BN & (own_BN != INVALID) & (draft.tokens != ABSENT)
         if bool(is_judged_BN.any()):  # then none that the settings of a request forbid
             rows_B1 = torch.arange(len(draft.tokens), device=draft.tokens.device)[:, None]
             scores_BMV = sampler.scores(out.logits, depths, texts)
             is_judged_BN &= scores_BMV[rows_B1, parents_BN, draft.tokens.clamp(min=0)].isfinite()
         worth_BN = worth_BN.where(is_judged_BN, 0.0).masked_fill(is_own_BN & (draft.tokens != ABSENT), 2.0)
         paths = [best_path(*row) for row in zip(draft.lists[1], worth_BN.tolist(), strict=True)]
-        drawn = drawn_BM.tolist()
-        last = [own[logit_rows(path)[-1]] for own, path in zip(drawn, paths, strict=True)]
-        return Verdict.of(draft, paths, last)
+        return verdict_of(draft, paths, drawn_BM.tolist())
 
 
 def best_path(parents: list[int], worth: list[float]) -> list[int]:

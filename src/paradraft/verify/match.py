@@ -37,8 +37,17 @@ def verify(draft: Draft, out: TargetOut, sampler: Sampler) -> Verdict:
     """
     texts = texts_before(draft.tokens, draft.parents) if sampler.reads_text else None
     drawn = sampler.draw(out.logits, depths_of_places(draft.tokens, draft.parents), texts).tolist()
-    guesses, parents = draft.lists
-    paths = [accepted_path(*row) for row in zip(guesses, parents, drawn, strict=True)]
+    paths = [accepted_path(*row) for row in zip(*draft.lists, drawn, strict=True)]
+    return verdict_of(draft, paths, drawn)
+
+
+def verdict_of(draft: Draft, paths: list[list[int]], drawn: list[list[int]]) -> Verdict:
+    """The verdict that accepts a path of each row, and adds the token that the target has drawn after it.
+
+    Args:
+        drawn: of each row, the target's own tokens: after the root, then after each node.
+    """
+    guesses, _ = draft.lists
     last = [own[logit_rows(path)[-1]] for own, path in zip(drawn, paths, strict=True)]
     if any(ABSENT in row for row in guesses):
         pairs = zip(drawn, guesses, strict=True)

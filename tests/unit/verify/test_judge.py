@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paradraft import load
 from paradraft.audit.audit import audit
-from paradraft.core import Draft, Request, TargetOut, Verdict
+from paradraft.core import INVALID, Draft, Request, TargetOut, Verdict
 from paradraft.formats.judge_head import read_judge
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.runtime import Runtime
@@ -115,11 +115,28 @@ def test_what_a_request_forbids_is_never_accepted(harmless_where_good: str) -> N
     assert verdict_of(harmless_where_good, [2, 3], logits, cut).tokens == [[0]]
 
 
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
 @pytest.mark.parametrize("place", [0, 1])
-def test_logits_that_are_no_numbers_end_the_text(harmless_where_good: str, place: int) -> None:
+def test_logits_that_are_no_numbers_end_the_text(
+    harmless_where_good: str, place: int, broken: float, sampling: Sampling
+) -> None:
+    """Guards requests whose logits are broken at one token, which is not the drafted one."""
     logits = torch.zeros(3, V)
-    logits[place] = torch.nan
-    assert verdict_of(harmless_where_good, [2, 3], logits, Sampling()).paths == [[*range(place)]]
+    logits[:, 2:4] = 1.0
+    logits[place, 5] = broken
+    verdict = verdict_of(harmless_where_good, [2, 3], logits, sampling)
+    assert verdict.paths == [[*range(place)]] and verdict.tokens[0][-1] == INVALID
+
+
+def test_the_targets_own_tokens_are_known(harmless_where_good: str) -> None:
+    """Guards drafters that learn from them."""
+    for seed in range(10):
+        draft, out = random_case(seed)
+        out = TargetOut(logits=out.logits, hidden={FINAL_NORM: GOOD.expand(4, 8, 2)})
+        verdicts = (rule(draft, out, sampler_of(SAMPLINGS[1], 4)) for rule in (load_rule(harmless_where_good), match))
+        judged, matched = verdicts
+        assert judged.drawn == matched.drawn and judged.paths != matched.paths
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "pard", "eagle_parallel"])
@@ -139,6 +156,19 @@ def test_states_reach_the_rule_in_every_round(tmp_path: Path, drafter: str) -> N
     expected = [answer.tokens for answer in plain.generate(prompts, max_new_tokens=33)]
     assert [answer.tokens for answer in never] == expected != [answer.tokens for answer in always]
     assert all(answer.stats.accepted == answer.stats.drafted for answer in always)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_drafter_that_learns_from_the_targets_tokens_learns_from_these(tmp_path: Path) -> None:
+    """Guards lookahead, which drafted hardly anything without them: with a head that accepts nothing it is as good as
+    under match."""
+    size = load("pocket").target.lm.model.config.hidden_size
+    never, matched = (
+        load("pocket", drafter="lookahead", verify=rule, lengths="fixed").generate("def add(a, b):", max_new_tokens=40)
+        for rule in (written_judge(tmp_path, size, NEVER), "match")
+    )
+    assert never.tokens == matched.tokens
+    assert sum(never.stats.accepted) == sum(matched.stats.accepted) > 5
 
 
 def test_it_cannot_be_audited(family: Path, tmp_path: Path) -> None:
