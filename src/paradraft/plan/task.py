@@ -13,6 +13,7 @@ from paradraft.plan.acceptance import Acceptance, acceptances
 from paradraft.plan.predict import PLAIN, Way
 from paradraft.sampling_params import Sampling
 from paradraft.tree import Tree
+from paradraft.verify import warning_of
 
 CHAINS_WITHOUT_FILE = tuple(range(1, 9))
 TREES_WITHOUT_FILE = (8, 16, 32)
@@ -44,6 +45,7 @@ class PlannedAnswers:
             "drafter": self.speculation.drafter,
             "draft": self.speculation.draft,
             "verify": self.speculation.verify,
+            "lossless": warning_of(self.speculation.verify) is None,
             "prompts": self.source,
             "num_prompts": len(self.prompts),
             "max_new_tokens": self.max_new_tokens,

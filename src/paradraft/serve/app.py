@@ -40,6 +40,7 @@ from paradraft.serve.openapi import (
 )
 from paradraft.serve.page import chat_page
 from paradraft.serve.schemas import ApiRequest
+from paradraft.verify import warning_of
 
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:[0-9]{1,5})?")
 """`Host` header in lower case: a name or an address, and optionally a port."""
@@ -172,7 +173,7 @@ def _add_others(app: FastAPI, service: Service, key: str | None) -> None:
 
     served = {
         "id": service.model, "object": "model", "created": created, "owned_by": "paradraft",
-        "max_model_len": engine.target.capacity,
+        "max_model_len": engine.target.capacity, "lossless": warning_of(engine.speculation.verify) is None,
     }  # fmt: skip
 
     @app.get(

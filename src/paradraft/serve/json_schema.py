@@ -11,6 +11,7 @@ NULL: JsonDict = {"type": "null"}
 NULLS: JsonDict = {"additionalProperties": NULL}
 """For objects whose unknown keys may be null."""
 STRING: JsonDict = {"type": "string"}
+BOOLEAN: JsonDict = {"type": "boolean"}
 NUMBER: JsonDict = {"type": "number"}
 COUNT: JsonDict = {"type": "integer", "minimum": 0}
 

@@ -10,7 +10,7 @@ from fastapi.security import HTTPBearer
 from paradraft.serve.chat import ChatCompletionRequest, has_tools
 from paradraft.serve.choices import Service
 from paradraft.serve.completions import CompletionRequest
-from paradraft.serve.json_schema import COUNT, NULL, NUMBER, STRING, list_of, object_of, or_null
+from paradraft.serve.json_schema import BOOLEAN, COUNT, NULL, NUMBER, STRING, list_of, object_of, or_null
 from paradraft.serve.schemas import IGNORED, IGNORED_HEADER, NOT_SERVED, ApiRequest
 
 OPENAPI = "3.2.0"
@@ -81,7 +81,9 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def schemas(service: Service) -> dict[str, dict[str, Any]]:
     """JSON schemas of requests and answers, by name."""
     model, ended, text_or_null = {"const": service.model}, {"enum": ["stop", "length", "tool_calls"]}, or_null(STRING)
-    listed = object_of(id=model, object={"const": "model"}, created=COUNT, owned_by=STRING, max_model_len=COUNT)
+    listed = object_of(
+        id=model, object={"const": "model"}, created=COUNT, owned_by=STRING, max_model_len=COUNT, lossless=BOOLEAN
+    )
     error = object_of(message=STRING, type=STRING, param=text_or_null, code=text_or_null)
     usage = object_of(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT)
     timings = object_of(

@@ -12,6 +12,7 @@ import httpx2
 import pytest
 from openai import OpenAI
 
+from paradraft import load
 from paradraft.engine.answers import Result
 from paradraft.engine.engine import Engine
 from paradraft.sampling_params import Sampling
@@ -319,6 +320,15 @@ def test_tokens_of_a_prompt(engine: Engine, running: Serving) -> None:
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, 400),
     ):  # fmt: skip
         assert running.post("/tokenize", body).status_code == status
+
+
+@pytest.mark.parametrize(("rule", "is_lossless"), [("match", True), ("block", True), ("typical", False)])
+@pytest.mark.filterwarnings("ignore:verify=:UserWarning")
+def test_a_rule_that_is_not_lossless_is_named(rule: str, is_lossless: bool) -> None:
+    """Guards clients, who do not see what the server says at its start."""
+    with serving(load("pocket", drafter="ngram", verify=rule, lengths="fixed")) as running:
+        (model,) = httpx2.get(f"{running.url}/v1/models").json()["data"]
+        assert model["lossless"] is is_lossless
 
 
 def test_names_of_the_model(engine: Engine) -> None:
