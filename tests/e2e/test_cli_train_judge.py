@@ -72,6 +72,13 @@ def test_a_head_is_trained_and_used(
     again = paradraft("train-judge", *asked, "--num-questions", 2)
     assert again.out == first.out and labels.read_bytes() == whole
     assert torch.equal(read_judge(head).weights, written.weights) and read_judge(head).facts == written.facts
+    for more in (["--dtype", "float64"], ["--max-new-tokens", NEW - 1]):
+        assert_mistake(paradraft("train-judge", *asked, *more), "use the same settings, or name another --out")
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(questions.read_text().splitlines(keepends=True)[1:]))
+    outcome = paradraft("train-judge", *asked, "--questions", other)
+    assert_mistake(outcome, "answers what is not asked now: ask all that was asked before, or name another --out")
+    assert labels.read_bytes() == whole
 
     rule = f"judge:head={head}:threshold=0.05"
     drafting = ["--target", "pocket", "--drafter", "pard"]
@@ -93,21 +100,25 @@ def test_a_head_is_trained_and_used(
     ("more", "message"),
     [
         (["--target", "shape:tiny-target"], "'shape:tiny-target' has random weights, so no answer is right"),
-        (["--target", "gone"], "unknown model 'gone'"),
+        (["--target", "gone", "--draft", "pocket"], "unknown model 'gone'"),
         (["--questions", "gone.jsonl"], "gone.jsonl"),
         (["--out", "nowhere/head"], "there is no folder"),
         (["--num-questions", 0], "greater than or equal to 1"),
+        (["--out", "a:b"], "--out a:b: the settings of a rule are separated by ':', so choose a path without"),
+        (["--max-new-tokens", 600], "no question fits into 512 tokens, with 600 new tokens: lower --max-new-tokens"),
     ],
 )
 def test_mistakes(paradraft: Paradraft, tmp_path: Path, more: list[object], message: str) -> None:
     """Guards users: one line, and nothing half-written."""
-    asked = ["--target", "pocket", "--draft", "pocket", "--out", tmp_path / "head", *more]
+    write_lines(tmp_path / "questions.jsonl", [{"question": "a", "answer": "1"}])
+    asked = ["--target", "pocket", "--questions", tmp_path / "questions.jsonl", "--out", tmp_path / "head", *more]
     assert_mistake(paradraft("train-judge", *asked), message)
-    assert not [*tmp_path.iterdir()]
+    assert [file.name for file in tmp_path.iterdir()] == ["questions.jsonl"]
 
 
 def test_questions_without_a_number_are_named(paradraft: Paradraft, tmp_path: Path) -> None:
     write_lines(tmp_path / "questions.jsonl", [{"question": "a", "answer": "1"}, {"question": "b", "answer": "none"}])
     asked = ["--target", "pocket", "--draft", "pocket", "--out", tmp_path / "head"]
     outcome = paradraft("train-judge", *asked, "--questions", tmp_path / "questions.jsonl")
-    assert_mistake(outcome, "questions.jsonl, line 2: expected", "with a number in the answer")
+    assert_mistake(outcome, "questions.jsonl', question 2: its answer has no number, remove it")
+    assert [file.name for file in tmp_path.iterdir()] == ["questions.jsonl"]

@@ -124,8 +124,8 @@ def read_answers(file: Path, settings: Mapping[str, object], ids: Set[str]) -> C
                 raise ValueError(f"{file}, line {line_number} is not an answer of this command: remove it") from None
             if answer_id not in ids:
                 raise ValueError(
-                    f"{file}, line {line_number} answers what is not asked now: use the same prompts and at least as "
-                    "many samples, or name another --out"
+                    f"{file}, line {line_number} answers what is not asked now: ask all that was asked before, or name "
+                    "another --out"
                 )
             done.add(answer_id)
             size += len(line)

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedModel
 
 from paradraft.data.questions import EOS, LENGTH, Answer, Question, next_prompt, turns_of
 from paradraft.data.regenerate import Outcome
 from paradraft.engine.engine import Engine
 from paradraft.models.quantization import stored_parts
+from paradraft.models.target import Target
 from paradraft.sampling_params import Sampling
 from paradraft.text.chat_template import ChatTemplate, Message, check_variables
 from paradraft.text.tokenization import encode_prompt
@@ -58,13 +58,13 @@ class InProcess:
         sampling = {name: value for name, value in asdict(self.sampling).items() if name != "processors"}
         return {
             "target": self.target,
-            "dtype": _weights(target.lm.model),
+            "dtype": dtype_of(target),
             "capacity": target.capacity,
             "max_new_tokens": self.max_new_tokens,
             # Files of former versions lack this setting, which counts as None.
             "chat_template_kwargs": dict(self.chat_template_kwargs) or None,
             **sampling,
-            "digest of the target": _digest(self.engine),
+            "digest of the target": digest_of(target),
         }
 
     def check(self, questions: list[Question]) -> None:
@@ -141,16 +141,15 @@ def _batches(questions: list[Question], batch_size: int) -> Iterator[list[Questi
             yield window[first : first + batch_size]
 
 
-def _weights(model: PreTrainedModel) -> str:
+def dtype_of(target: Target) -> str:
     """Dtype of a model's weights, and the storage of its head if that is quantized."""
-    head = model.get_output_embeddings().weight
+    head = target.lm.model.get_output_embeddings().weight
     dtype = str(head.dtype).removeprefix("torch.")
     return dtype if len(stored_parts(head)) == 1 else f"{dtype}, {type(head).__name__}"
 
 
-def _digest(engine: Engine) -> str:
+def digest_of(target: Target) -> str:
     """Digest of a sample of all weights, the chat template and the end tokens: tells targets of one name apart."""
-    target = engine.target
     digest = hashlib.sha256(f"{target.tokenizer.chat_template} {sorted(target.eos_ids)}".encode())
     for parameter in target.lm.model.parameters():
         for part in stored_parts(parameter.detach()):

@@ -105,13 +105,13 @@ def head_of(states: Sequence[Tensor], texts: Sequence[LabelledText], facts: dict
     penalty = min(PENALTIES, key=loss)
     chances_N = estimates[penalty].sigmoid()
     threshold = float(chances_N[~is_harmless_N].quantile(RECALL).clamp(1e-6, 1 - 1e-6))
-    accepted = float((chances_N[is_harmless_N] >= threshold).double().mean())
+    is_accepted_N = (chances_N >= threshold).double()
     weights_D, bias = fitted(states_ND, is_harmless_N, penalty)
     found = {
         "labels": str(len(is_harmless_N)),
         "harmless": f"{float(is_harmless_N.double().mean()):.3f}",
-        "accepted of harmless": f"{accepted:.3f}",
-        "rejected of harmful": f"{RECALL}",
+        "accepted of harmless": f"{float(is_accepted_N[is_harmless_N].mean()):.3f}",
+        "rejected of harmful": f"{1 - float(is_accepted_N[~is_harmless_N].mean()):.3f}",
         "loss": f"{loss(penalty):.4f}",
         "penalty": str(penalty),
     }

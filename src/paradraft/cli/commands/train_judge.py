@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,18 +17,19 @@ from paradraft.cli.terminal import console, news
 from paradraft.cli.values import use_threads
 from paradraft.engine.speculation import Speculation
 from paradraft.files import check_outputs
-from paradraft.models.names import is_shape
+from paradraft.models.names import POCKET, is_shape
 from paradraft.models.runtime import Runtime
+from paradraft.wording import number_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from decimal import Decimal
 
+    from paradraft.bench.tasks import TaskQuestion
     from paradraft.data.answer_file import AnswerFile
     from paradraft.judge.labels import Labeller, MarkedQuestion
     from paradraft.models.target import Target
 
-QUESTIONS = "openai/gsm8k/main:train"
+TASK, QUESTIONS = "gsm8k", "openai/gsm8k/main:train"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,7 @@ class JudgeArgs:
     """Options of `paradraft train-judge`."""
 
     target: options.Target
-    draft: Annotated[str, option("Draft model; the pocket target brings its own.", "--draft")]
+    draft: Annotated[str | None, option("Draft model; the pocket target brings its own.")] = None
     questions: Annotated[
         Path,
         option(
@@ -50,6 +53,8 @@ class JudgeArgs:
     out: Annotated[Path, option("The head's file; labels are kept beside it, in FILE.labels.jsonl.", "--out")]
 
     def __post_init__(self) -> None:
+        if ":" in str(self.out):
+            raise ValueError(f"--out {self.out}: the settings of a rule are separated by ':', so choose a path without")
         if is_shape(self.target):
             raise ValueError(f"{self.target!r} has random weights, so no answer is right: name a model")
 
@@ -65,6 +70,7 @@ def train_judge(*, args: JudgeArgs) -> None:
     """
     with importing():
         from paradraft.data.answer_file import AnswerFile
+        from paradraft.data.local import digest_of, dtype_of
         from paradraft.engine.loader import load_engine
         from paradraft.judge.fit import head_of, states_of
         from paradraft.judge.labels import LabelledText, Labeller
@@ -74,29 +80,30 @@ def train_judge(*, args: JudgeArgs) -> None:
     use_threads(args.threads)
     labels = args.out.with_name(f"{args.out.name}.labels.jsonl")
     check_outputs(args.out, labels)
+    asked = _asked(args.questions)
     engine = load_engine(
         args.target, Speculation(drafter="autoregressive", draft=args.draft), runtime=args.runtime, kept_rows=16
     )
-    rights = _rights(args.questions)
-    questions = _questions(args, engine.target, rights)
+    target, questions = engine.target, _fitting(args, engine.target, asked)
+    draft = load_target(locate(args.draft or POCKET, "draft"), args.runtime)
     settings = {
-        "target": args.target, "draft": args.draft, "questions": str(args.questions),
-        "max_new_tokens": args.max_new_tokens,
+        "target": args.target, "draft": args.draft, "max_new_tokens": args.max_new_tokens, "dtype": dtype_of(target),
+        "digest of the target": digest_of(target), "digest of the draft": digest_of(draft),
     }  # fmt: skip
     with news(console(stderr=True), "labelling") as report:
-        with AnswerFile(labels, settings, set(rights)) as file:
-            draft = load_target(locate(args.draft, "draft"), args.runtime)
+        with AnswerFile(labels, settings, set(asked)) as file:
             labeller = Labeller(engine, draft, max_new_tokens=args.max_new_tokens)
             left = [question for question in questions if question.id not in file.done]
             asyncio.run(_label(labeller, left, file, report, len(questions)))
         texts = [LabelledText.of_json(json.loads(line)) for line in labels.read_text().splitlines()]
-        facts = {"target": Path(args.target).name, "draft": Path(args.draft).name, "questions": str(len(texts))}
+        names = {"target": Path(args.target).name, "draft": Path(args.draft or POCKET).name}
+        facts = names | {"questions": str(len(texts))}
         texts = [text for text in texts if text.labels]
         states = []
         for number, text in enumerate(texts, start=1):
             report(f"reading {number}/{len(texts)} answers")
             with engine.in_round():
-                states.append(states_of(engine.target, text))
+                states.append(states_of(target, text))
         head = head_of(states, texts, facts)
     head.write(args.out)
     facts = head.facts
@@ -105,7 +112,7 @@ def train_judge(*, args: JudgeArgs) -> None:
         f"answers the head accepts {float(facts['accepted of harmless']):.0%} of these and rejects "
         f"{float(facts['rejected of harmful']):.0%} of the others"
     )
-    print(f"decode with it by --verify judge:head={args.out}: not lossless")
+    print(f"decode with it by --verify {shlex.quote(f'judge:head={args.out}')}: not lossless")
 
 
 async def _label(
@@ -119,35 +126,41 @@ async def _label(
         report(f"{done}/{of} questions, {counted} labels in this run")
 
 
-def _rights(source: Path) -> dict[str, tuple[str, Decimal]]:
-    """All questions of a source by id, each with its right answer."""
-    from paradraft.sources.records import records
-    from paradraft.text.final_number import final_number
+def _asked(source: Path) -> dict[str, TaskQuestion]:
+    """The questions of a source by a digest of each."""
+    from paradraft.bench.tasks import TASKS, read_questions
 
-    rights: dict[str, tuple[str, Decimal]] = {}
-    for where, record in records(source, "questions"):
-        question, answer = record.get("question"), record.get("answer")
-        if not (isinstance(question, str) and isinstance(answer, str)) or (right := final_number(answer)) is None:
-            raise ValueError(f'{where}: expected {{"question": …, "answer": …}}, with a number in the answer')
-        rights[str(len(rights))] = question, right
-    if not rights:
-        raise ValueError(f"{str(source)!r} has no questions")
-    return rights
+    asked: dict[str, TaskQuestion] = {}
+    for number, question in enumerate(read_questions(TASKS[TASK], source), start=1):
+        if question.right is None:
+            raise ValueError(f"{str(source)!r}, question {number}: its answer has no number, remove it")
+        content = json.dumps([question.turns, str(question.right)])
+        asked[hashlib.sha256(content.encode()).hexdigest()[:16]] = question
+    return asked
 
 
-def _questions(args: JudgeArgs, target: Target, rights: dict[str, tuple[str, Decimal]]) -> list[MarkedQuestion]:
+def _fitting(args: JudgeArgs, target: Target, asked: dict[str, TaskQuestion]) -> list[MarkedQuestion]:
     """The first questions that fit into the target, with their prompts."""
-    from itertools import islice
-
     from paradraft.bench.tasks import TASKS, prompt_of
     from paradraft.judge.labels import MarkedQuestion
     from paradraft.text.tokenization import encode_prompt
 
-    task, tokenizer, room = TASKS["gsm8k"], target.tokenizer, target.capacity - args.max_new_tokens
-    questions = (
-        MarkedQuestion(
-            id=name, prompt=encode_prompt(prompt_of(task, (text,), (), tokenizer, None), tokenizer), right=right
+    questions: list[MarkedQuestion] = []
+    left_out, tokenizer, room = 0, target.tokenizer, target.capacity - args.max_new_tokens
+    for name, question in asked.items():
+        assert question.right is not None
+        prompt = encode_prompt(prompt_of(TASKS[TASK], question.turns, (), tokenizer, None), tokenizer)
+        if len(prompt) <= room:
+            questions.append(MarkedQuestion(id=name, prompt=prompt, right=question.right))
+        else:
+            left_out += 1
+        if len(questions) == args.num_questions:
+            break
+    if not questions:
+        raise ValueError(
+            f"no question fits into {target.capacity} tokens, with {args.max_new_tokens} new tokens: lower "
+            "--max-new-tokens, or raise --capacity"
         )
-        for name, (text, right) in rights.items()
-    )
-    return list(islice((question for question in questions if len(question.prompt) <= room), args.num_questions))
+    if left_out:
+        console(stderr=True).print(f"left out {number_of(left_out, 'question')}, too long for the target")
+    return questions
