@@ -110,7 +110,8 @@ def main() -> None:
     parser = options(__doc__, drafter="autoregressive", prompts=96, tokens=64)
     parser.add_argument("-k", type=int, default=5)
     parser.add_argument("--batches", default="1,2,4,8,16,32")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--answers", type=int, default=8, help="least number of answers at each size")
     args = parser.parse_args()
     target, drafter, prompts = loaded(args)
     share = len(prompts) // (len(args.data) + 1)
@@ -122,7 +123,7 @@ def main() -> None:
         whole, by_row = (Engine(target, drafter, speculation) for _ in range(2))
         by_row.lengths = Compared(ByRow(args.k), tries_plain=True)
         turns = Turns({PLAIN: plain, BATCH: whole, ROW: by_row}, args.tokens)
-        for repeat in range(args.repeats):
+        for repeat in range(max(args.repeats, args.answers // size)):
             some = [prompts[(repeat * size + at) % len(prompts)] for at in range(size)]
             turns.answer(some, repeat % 3)
         found[str(size)] = turns.figures()

@@ -7,9 +7,11 @@ import pytest
 from tests.support.figures import ROOT, Figures, methods, raw, table
 
 RULES_FILE = "verification-rules-qwen2.5-coder-1.5b_epyc-avx512-2cores_2026-11-29"
-RULES_HEAD = (
-    "T, rule of the texts", "rounds", "tokens a pass, rejection", "tokens a pass, block", "difference", "gain",
-)  # fmt: skip
+RULES_FILES = {
+    "T, rule of the texts": RULES_FILE,
+    "pocket, PARD, K = 8: T, rule": "verification-rules-pocket-pard_epyc-avx2-2cores_2026-11-29",
+    "pocket, draft model, K = 5: T, rule": "verification-rules-pocket-autoregressive_epyc-avx2-2cores_2026-11-29",
+}
 
 
 def compared_cells(one: Figures) -> list[str]:
@@ -20,14 +22,18 @@ def compared_cells(one: Figures) -> list[str]:
     return [f"{one['rounds']:,}", f"{rejection:.3f}", f"{block:.3f}", f"{gain:.3f} ± {error:.3f}", f"{share:.1f} %"]
 
 
-def test_rules_on_the_same_drafts_are_as_measured() -> None:
-    found = raw(RULES_FILE)["temperatures"]
+@pytest.mark.parametrize("head", RULES_FILES)
+def test_rules_on_the_same_drafts_are_as_measured(head: str) -> None:
+    found = raw(RULES_FILES[head])["temperatures"]
     expected = [
         [f"{temperature}, {name}", *compared_cells(one)]
         for temperature, rules in found.items()
         for name, one in rules.items()
+        if "means_on_its_drafts" in one
     ]
-    assert table("benchmarks/README.md", *RULES_HEAD) == expected
+    columns = ("rounds", "tokens a pass, rejection", "tokens a pass, block", "difference", "gain")
+    shown = table("benchmarks/README.md", head, *columns)
+    assert shown == expected, "\n".join(f"| {' | '.join(row)} |" for row in expected)
 
 
 def test_the_time_of_verdicts_is_as_measured() -> None:
@@ -118,3 +124,48 @@ def test_the_head_of_the_judge_is_as_trained() -> None:
         assert sentence in text
     first, *inner, last = losses
     assert min(losses, key=losses.get) in inner, f"the best penalty is at an end of the grid, {first} or {last}"
+
+
+WAYS = {
+    ("chain", ""): "chain",
+    ("grown", "likeliest"): "grown tree, the likeliest paths",
+    ("spine", "match"): "two siblings a depth",
+    ("spine", "RSD-C"): "two siblings a depth, RSD-C",
+    ("spine", "greedy"): "two siblings a depth, greedy",
+    ("beam", "RSD-S"): "two paths, RSD-S",
+}
+SIBLINGS = {
+    "pocket, PARD: tokens a pass": "sibling-rules-pocket-pard",
+    "pocket, draft model: tokens a pass": "sibling-rules-pocket-autoregressive",
+    "Coder 1.5B, draft model: tokens a pass": "sibling-rules-qwen2.5-coder-1.5b",
+}
+
+
+@pytest.mark.parametrize("head", SIBLINGS)
+def test_siblings_are_as_counted(head: str) -> None:
+    """Guards the reasons for the one way to draw siblings: others accept less at every number of nodes."""
+    cases = raw(f"{SIBLINGS[head]}_epyc-avx2-2cores_2026-11-29")["cases"]
+    settings = [*dict.fromkeys((case["temperature"], case["nodes"]) for case in cases)]
+    rows: dict[str, list[str]] = {}
+    shares = []
+    for case in cases:
+        name = f"{case['rule']}, {WAYS[case['shape'], case['siblings']]}"
+        rows.setdefault(name, []).append(f"{case['tokens_per_pass']:.2f} ± {case['standard_error']:.2f}")
+        if "share_of_optimum" in case:
+            shares.append(f"{case['share_of_optimum']:.3f}")
+    columns = [f"T = {temperature:g}, {nodes} nodes" for temperature, nodes in settings]
+    expected = [[name, *shown] for name, shown in rows.items()] + [
+        ["share of the optimum, rejection with RSD-C", *shares]
+    ]
+    found = table("benchmarks/README.md", head, *columns)
+    assert found == expected, "\n".join(f"| {' | '.join(row)} |" for row in expected)
+    length = {
+        (case["rule"], case["siblings"], case["temperature"], case["nodes"]): case["tokens_per_pass"] for case in cases
+    }
+    for (rule, siblings, *setting), tokens in length.items():
+        if siblings in ("greedy", "RSD-S"):
+            assert tokens < length[rule, "RSD-C", *setting]
+        assert length["block", "", *setting] > length["block", "likeliest", *setting]
+        assert length["match", "likeliest", *setting] > max(
+            length["match", "", *setting], length["match", "match", *setting]
+        )
