@@ -48,7 +48,8 @@ class Expected:
 
     Exploration: other plans are tried for a round, as long as the time lost stays within `EXPLORE` of all time. A trial
     that pays loses nothing, so another follows at once. The first trial of an engine may be disturbed or unlucky, so
-    the first three are short and do not wait until their losses are recovered. Statistics stay for the next batch.
+    the first three are short and do not wait until their losses are recovered. Neither do a few plain rounds before a
+    plan with drafts, if hardly any were timed: the first after a prompt may be slow. Statistics stay for later batches.
     """
 
     wants_confidence = False
@@ -69,6 +70,10 @@ class Expected:
     """… a fourth of the nodes, …"""
     SOON = 12
     """… with this many plain rounds between them, even if they lose time."""
+    CHECK_ROUNDS = 4
+    """Plain rounds of such a check; the first is not timed."""
+    SURE = 1.5
+    """A plan with drafts that is this many times as fast as plain decoding needs no check."""
     EVERY = 6
     """Rounds with drafts after which the plan is recomputed, as it is after trials and when rows join or leave."""
     CANDIDATES = 12
@@ -133,7 +138,8 @@ class Expected:
             self._plan = self._choose()
         self._age += 1
         is_soon = self._since_try >= self.SOON and self._is_early(self._plan)
-        if self._try is None and self._is_timed and (self._lost_s <= 0.0 or is_soon):
+        is_due = self._lost_s <= 0.0 or is_soon or self._is_doubtful(self._plan)
+        if self._try is None and self._is_timed and is_due:
             self._begin_try(self._plan)
         self._requested = list(self._plan.nodes if self._try is None else self._try)
         return self._requested if self._acceptance.is_chain else [self.k if nodes else 0 for nodes in self._requested]
@@ -142,6 +148,12 @@ class Expected:
         """Whether the next trial is one of the first `EARLY_TRIES`, from a plan without drafts."""
         return self._early_tries < self.EARLY_TRIES and not any(plan.nodes)
 
+    def _is_doubtful(self, plan: NodeBudget) -> bool:
+        """Whether a plan drafts because of few plain rounds."""
+        if not any(plan.nodes) or self._costs.trusts_plain(self._rows):
+            return False
+        return plan.rate * self._costs.seconds(self._rows, [], 0) < self.SURE * self._rows
+
     def _begin_try(self, plan: NodeBudget) -> None:
         """Tries the most nodes in one row; every other time no drafts at all if some row drafts, and otherwise the best
         plan with drafts if it is nearly as good. The first round of a trial is not timed, so some have two."""
@@ -149,7 +161,9 @@ class Expected:
         self._number_of_tries += 1
         self._since_try = 0
         short = [row for row, nodes in enumerate(plan.nodes) if nodes < self._acceptance.most]
-        if any(plan.nodes) and (trial % 2 or not short):
+        if self._is_doubtful(plan):
+            self._try, self._rounds_of_try = (0,) * self._rows, self.CHECK_ROUNDS
+        elif any(plan.nodes) and (trial % 2 or not short):
             self._try, self._rounds_of_try = (0,) * self._rows, 2
         elif self._almost is not None and trial % 2:
             self._try, self._rounds_of_try = self._almost.nodes, 2

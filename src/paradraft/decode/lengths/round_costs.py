@@ -72,6 +72,10 @@ class PassTimes:
         """Whether a size between half of this one and its double was measured twice."""
         return self._group(size, drafts=False) // 2 in self._near
 
+    def trusts(self, size: float) -> bool:
+        """Whether passes of about this size without drafts were measured at least `FEW` times."""
+        return len(self._groups.get(self._group(size, drafts=False), ())) >= self.FEW
+
     def knows_well(self, size: float, *, drafts: bool = False) -> bool:
         """Whether `LAST` times of about this size were measured."""
         return len(self._groups.get(self._group(size, drafts), ())) == self.LAST
@@ -130,6 +134,10 @@ class RoundCosts:
     def knows_plain(self, rows: int) -> bool:
         """Whether plain rounds with about as many rows were timed."""
         return self._target_s.knows(rows)
+
+    def trusts_plain(self, rows: int) -> bool:
+        """Whether plain rounds with about as many rows were timed often enough."""
+        return self._target_s.trusts(rows)
 
     @property
     def knows_drafts(self) -> bool:
