@@ -72,7 +72,7 @@ class Expected:
     """… with this many plain rounds between them, even if they lose time."""
     CHECK_ROUNDS = 4
     """Plain rounds of such a check; the first is not timed."""
-    SURE = 1.5
+    SURE = 2.0
     """A plan with drafts that is this many times as fast as plain decoding needs no check."""
     EVERY = 6
     """Rounds with drafts after which the plan is recomputed, as it is after trials and when rows join or leave."""
