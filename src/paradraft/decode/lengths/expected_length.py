@@ -155,8 +155,9 @@ class Expected:
         return plan.rate * self._costs.seconds(self._rows, [], 0) < self.SURE * self._rows
 
     def _begin_try(self, plan: NodeBudget) -> None:
-        """Tries the most nodes in one row; every other time no drafts at all if some row drafts, and otherwise the best
-        plan with drafts if it is nearly as good. The first round of a trial is not timed, so some have two."""
+        """Checks a doubtful plan by plain rounds. Else tries the most nodes in one row; every other time no drafts at
+        all if some row drafts, and otherwise the best plan with drafts if it is nearly as good. The first round of a
+        trial is not timed, so some have two."""
         trial = self._number_of_tries
         self._number_of_tries += 1
         self._since_try = 0
