@@ -166,17 +166,23 @@ class Expected:
             self._try, self._rounds_of_try = (0,) * self._rows, self.CHECK_ROUNDS
         elif any(plan.nodes) and (trial % 2 or not short):
             self._try, self._rounds_of_try = (0,) * self._rows, 2
-        elif self._almost is not None and trial % 2:
+        elif self._almost is not None and trial % 2 and self._is_affordable(self._almost, plan):
             self._try, self._rounds_of_try = self._almost.nodes, 2
         else:
             # Usually the row in which that costs least.
-            tried_row = min(short, key=self._unread.__getitem__) if trial % 6 else short[trial // 6 % len(short)]
+            is_usual = (trial + 1) % 6
+            tried_row = min(short, key=self._unread.__getitem__) if is_usual else short[trial // 6 % len(short)]
             is_early = self._is_early(plan)
             self._early_tries += is_early
             most = max(self._acceptance.most // self.EARLY_SHARE, 1) if is_early else self._acceptance.most
             self._try = tuple(most if row == tried_row else before for row, before in enumerate(plan.nodes))
             is_long = is_early or not self._costs.knows_drafts or trial % 8 == 0
             self._rounds_of_try = 2 if is_long else 1
+
+    def _is_affordable(self, trial: NodeBudget, plan: NodeBudget) -> bool:
+        """Whether the texts that a trial reads take no longer than a round, or losses are recovered."""
+        begin = (unread for row, unread in enumerate(self._unread) if trial.nodes[row] and row not in self._drafting)
+        return self._lost_s <= 0.0 or self._reading_s * sum(begin) <= plan.seconds
 
     def postpone(self, unread: Mapping[int, int]) -> None:
         """See `LengthPolicy`; the time of reading counts as lost in a trial."""
