@@ -16,7 +16,9 @@ import torch
 from paradraft.core import Draft, Request
 from paradraft.decode.generation import Generation
 from paradraft.decode.lengths.draft_length import Fixed
-from paradraft.drafters import branches, drafter_class
+from paradraft.drafters import branches, drafter_class, takes_draft
+from paradraft.drafters.parts.pending_states import PendingStates
+from paradraft.drafters.parts.pending_tokens import PendingTokens
 from paradraft.engine.engine import Engine
 from paradraft.engine.loader import load
 from paradraft.engine.speculation import Speculation
@@ -145,6 +147,23 @@ def test_state_is_a_function_of_the_committed_tokens(family: Path, name: str, va
     batch.drafter.commit(new)
     again.drafter.commit(new)
     assert torch.equal(drafted.drafter.propose([4, 4, 4]).tokens, again.drafter.propose([4, 4, 4]).tokens)
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if takes_draft(name)])
+def test_prompts_are_read_in_pieces_as_at_once(family: Path, name: str) -> None:
+    """Guards streams that wait while a draft model reads a long prompt: what it reads before it drafts, in pieces of
+    any size and in some rows alone, changes no draft."""
+    texts, chooser, drafts, calls = [[5, 6, 7], [9, 8, 7] * 25, [1, 2, 1, 3] * 10], random.Random(3), [], 0
+    for in_pieces in (False, True):
+        drafted = engine(family, name, width=12)
+        batch = drafted.new_batch()
+        batch.join(list(map(Generation, requests(texts, limits=40))))
+        while in_pieces and drafted.drafter.catch_up([1, 2], chooser.choice([3, 5, 11])):
+            calls += 1
+        drafts.append(drafted.drafter.propose([4, 4, 4]).tokens.tolist())
+    assert drafts[0] == drafts[1]
+    reads_texts = isinstance(getattr(drafted.drafter, "_states", None), PendingTokens | PendingStates)
+    assert calls > 8 if reads_texts else not calls
 
 
 @pytest.mark.parametrize("name", [name for name in DRAFTERS if drafter_class(name).traits.can_run_ahead])

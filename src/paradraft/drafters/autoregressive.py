@@ -95,10 +95,6 @@ class AutoregressiveDrafter(ModelDrafter):
         super().start(drafting, device)
         self._committed, self._guessed = [], []
 
-    def catch_up(self, rows: Sequence[int], most: int) -> dict[int, int]:
-        """See `Drafter`."""
-        return self._pending.catch_up(rows, most)
-
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Reads the pending tokens, then drafts token by token; a tree's side branches are the next best tokens.
 

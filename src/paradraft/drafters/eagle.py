@@ -80,7 +80,7 @@ class EagleDrafter(ModelDrafter):
         if k == 0:
             return Draft.empty(len(lengths), device)
         lengths_B1 = upload(lengths, device)[:, None]
-        states_B1D, committed = layers.read(lengths), self.lm.cache.lengths
+        states_B1D, committed = layers.outputs(lengths), self.lm.cache.lengths
         best_BK = torch.empty(len(lengths), 0, dtype=torch.long, device=device)
         candidates: list[Candidates] = []
         for depth in range(k):
@@ -95,7 +95,7 @@ class EagleDrafter(ModelDrafter):
 
     def _grown(self, lengths: Sequence[int]) -> Draft:
         layers, target, k = self.layers, self.layers.target, max(lengths)
-        states_BWD = layers.read(lengths)
+        states_BWD = layers.outputs(lengths)
         is_wanted_B1 = upload(lengths, target.device)[:, None] > 0
         present_B1 = torch.where(is_wanted_B1, 0, ABSENT)
         before_BX, vectors_BXD = present_B1[:, :0], states_BWD[:, :0]

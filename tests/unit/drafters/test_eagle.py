@@ -62,7 +62,7 @@ def plain(engine: Engine, prompt: list[int], k: int, budget: int, widest: int, n
     def log_probs_after(path: tuple[int, ...]) -> torch.Tensor:
         batch = Engine(engine.target, drafter, Speculation(k=4, lengths="fixed")).new_batch()
         batch.join([Generation(Request(tokens=prompt))])
-        states = drafter.layers.read([k])
+        states = drafter.layers.outputs([k])
         for token in path:
             states = drafter.layers.step(torch.tensor([[token]]), states)
         return engine.target.lm.head(states)[0, 0].log_softmax(-1)

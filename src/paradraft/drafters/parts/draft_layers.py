@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig, PreTrainedModel
 
-from paradraft.core import Committed, Request
+from paradraft.core import Committed
+from paradraft.drafters.parts.pending_states import PendingStates
 from paradraft.formats.head import Head
 from paradraft.models.architectures import FAMILIES, head_size, spec_of
-from paradraft.models.cached_rows import SavedRow
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import gathered
-from paradraft.ragged import from_lists, upload
 from paradraft.tree import ABSENT
 
 UNUSED_ROWS = 64
@@ -88,20 +86,7 @@ def side_by_side(states: Mapping[int, Tensor]) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedLayers:
-    """The saved state of a row.
-
-    Args:
-        cache: its row of the KV cache.
-        states: `[M, D]` from which the tokens after the cached ones were predicted, as far as known.
-    """
-
-    cache: SavedRow
-    states: Tensor
-
-
-class DraftLayers:
+class DraftLayers(PendingStates):
     """Draft layers with their KV cache and the pending tokens and states of each row.
 
     Args:
@@ -130,7 +115,6 @@ class DraftLayers:
             raise ValueError(
                 f"draft {head.name!r}: its config.json has {count} layers, its weights {stored}: train it again"
             )
-        self._unread = int(for_vllm)  # number of leading tokens that are never read
         config = target.model.config
         model = layers_like(config, count, dtype=target.model.dtype, mistral=for_vllm).to(target.device)
         body: Any = model.model
@@ -138,7 +122,7 @@ class DraftLayers:
         self.returned = FINAL_NORM if head.setting("final_norm", bool) else count
         wanted = [name for name in own if name != "norm.weight" or self.returned == FINAL_NORM]
         body.load_state_dict({name: head.tensor(name, *own[name].shape) for name in wanted}, strict=False)
-        self.lm = CausalLM(
+        lm = CausalLM(
             model,
             vocab_size=UNUSED_ROWS,
             capacity=target.capacity,
@@ -152,120 +136,31 @@ class DraftLayers:
         width = target.model.config.hidden_size
         if len(layers) > 1:
             self._fuse = target.linear(head.tensor("fuse.weight", width, len(layers) * width))
-        self.joined = joined
-        self._tokens = torch.empty(0, 0, dtype=torch.long, device=target.device)
-        self._states = torch.empty(0, 0, width if layers else 0, device=target.device)
+        super().__init__(
+            lm,
+            embed=target.embed,
+            states_of=self._fused,
+            width=width if layers else 0,
+            joined=joined,
+            unread=int(for_vllm),
+        )
 
-    def start(self) -> None:
-        """Drops all rows."""
-        self.lm.start()
-        self._tokens, self._states = self._tokens[:0, :0], self._states[:0, :0]
-
-    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """Adds rows after the others; the prefill happens at the first draft."""
-        self.lm.cache.join(len(requests))
-        before, after = self._tokens, from_lists(prompt.tokens, self.lm.device)[:, self._unread :]
-        most = max(before.shape[1], after.shape[1])
-        pad = nn.functional.pad
-        self._tokens = torch.cat([pad(rows, (0, most - rows.shape[1]), value=ABSENT) for rows in (before, after)])
-        states = self._states_of(prompt)[:, self._unread :]
-        both = (self._states.to(states.dtype), states)
-        self._states = torch.cat([pad(rows, (0, 0, 0, most - rows.shape[1])) for rows in both])
-
-    def commit(self, new: Committed) -> None:
-        """Adds committed tokens and states to the pending ones."""
-        tokens, states = from_lists(new.tokens, self.lm.device), self._states_of(new)
-        if not self._tokens.shape[1]:
-            self._tokens, self._states = tokens, states
-            return
-        self._tokens = torch.cat([self._tokens, tokens], dim=1)
-        self._states = torch.cat([self._states.to(states.dtype), states], dim=1)
-        self._tidy()
-
-    def _states_of(self, new: Committed) -> Tensor:
-        """`[B, M, D]`, or `[B, M, 0]` if no states are read."""
+    def _fused(self, new: Committed) -> Tensor:
+        """`[B, M, D]` states of committed tokens, or `[B, M, 0]` if none are read."""
         if not self.layers:
             return torch.empty(len(new.tokens), max(map(len, new.tokens)), 0, device=self.lm.device)
         if self._fuse is None:
             return new.hidden[self.layers[0]]
         return self._fuse(side_by_side({layer: new.hidden[layer] for layer in self.layers}))
 
-    def _tidy(self) -> None:
-        """Moves padding to the right."""
-        is_absent = self._tokens == ABSENT
-        order_BN = is_absent.long().argsort(dim=1, stable=True)[:, : int((~is_absent).sum(1).max())]
-        self._tokens = self._tokens.gather(1, order_BN)
-        self._states = self._states.gather(1, order_BN[:, :, None].expand(-1, -1, self._states.shape[2]))
-
-    def keep(self, rows: Tensor) -> None:
-        """Drops and reorders rows."""
-        self.lm.cache.keep(rows)
-        self._tokens, self._states = self._tokens[rows], self._states[rows]
-
-    def save(self, row: int, most: int) -> SavedLayers:
-        """See `Drafter.save`."""
-        most = max(most - self._unread, 0)
-        cache = self.lm.cache.save(row, most)
-        unread = min(most - cache.length, int((self._tokens[row] != ABSENT).sum()))
-        return SavedLayers(cache=cache, states=self._states[row, :unread].clone())
-
-    def restore(self, row: int, saved: SavedLayers, shared: int) -> None:
-        """See `Drafter.restore`."""
-        shared = max(shared - self._unread, 0)
-        length = int((self._tokens[row] != ABSENT).sum())
-        if not length:
-            return
-        known = self.lm.cache.restore(row, saved.cache, min(shared, length - 1))
-        # The target did not read the common prefix again, so its states are those of the other row.
-        more = max(min(shared - known, len(saved.states)), 0) if known == saved.cache.length else 0
-        self._states[row, known : known + more] = saved.states[:more].to(self._states.dtype)
-        self._tokens[row] = nn.functional.pad(self._tokens[row, known:], (0, known), value=ABSENT)
-        self._states[row] = nn.functional.pad(self._states[row, known:], (0, 0, 0, known))
-        self._tidy()
-
-    def able(self, lengths: Sequence[int]) -> list[int]:
-        """The lengths that rows can draft: 0 right after a prompt of one token, if that is never read."""
-        if not self._unread or all(self.lm.cache.lengths):
-            return list(lengths)
-        have_tokens = (self._tokens != ABSENT).any(1).tolist()
-        return [length if has_tokens else 0 for length, has_tokens in zip(lengths, have_tokens, strict=True)]
-
-    def read(self, lengths: Sequence[int], masks: Masks | None = None) -> Tensor:
-        """Reads the pending tokens of the rows that draft, and masks after them; masks do not stay in the cache.
-
-        Args:
-            lengths: by row, the number of tokens to draft; not all 0.
-            masks: without them only the first token is drafted.
+    def outputs(self, lengths: Sequence[int], masks: Masks | None = None) -> Tensor:
+        """Reads the pending tokens of the rows that draft, and masks after them, see `read`.
 
         Returns:
-            `[B, k, D]` outputs for the last committed token and for each mask; undefined beyond a row's length.
+            `[B, K, D]` outputs for the last committed token and for each mask; undefined beyond a row's length.
         """
-        device, k = self.target.device, max(lengths) if masks else 1
-        is_wanted_B1 = upload(lengths, device)[:, None] > 0
-        tokens_BN = self._tokens.masked_fill(~is_wanted_B1, ABSENT)
-        counts = (tokens_BN != ABSENT).sum(1).tolist()
-        embeddings_BND, states_BND = self.target.embed(tokens_BN), self._states
-        ends_B1 = upload([[max(count - 1, 0)] for count in counts], device)
-        last_B1D = gathered(states_BND, ends_B1)
-        if max(counts) + k > self.lm.width:
-            self.lm.prefill([[0] * count for count in counts], vectors=self.joined(embeddings_BND, states_BND))
-            embeddings_BND, states_BND = gathered(embeddings_BND, ends_B1), last_B1D
-            counts = [min(count, 1) for count in counts]
-        if masks is not None and k > 1:
-            both = zip((embeddings_BND, states_BND), masks(last_B1D, k), strict=True)
-            embeddings_BND, states_BND = (followed_by(ahead, counts, of_masks) for ahead, of_masks in both)
-        vectors_BND = self.joined(embeddings_BND, states_BND)
-        widths = [count + min(length, k) - 1 if count else 0 for count, length in zip(counts, lengths, strict=True)]
-        present = [[0] * width + [ABSENT] * (max(widths) - width) for width in widths]
-        read_BND = self.look(upload(present, device), None, vectors_BND[:, : max(widths)])
-        self.lm.cache.advance(counts)
-        if min(lengths):
-            self._tokens, self._states = self._tokens[:, :0], self._states[:, :0]
-        else:
-            self._tokens = self._tokens.masked_fill(is_wanted_B1, ABSENT)
-            self._tidy()
-        rows = [[min(max(count - 1, 0) + i, max(widths) - 1) for i in range(k)] for count in counts]
-        return gathered(read_BND, upload(rows, device))
+        out, places_BK = self.read(lengths, masks, (self.returned,))
+        return gathered(out.hidden[self.returned], places_BK)
 
     def step(self, tokens_B1: Tensor, states_B1D: Tensor) -> Tensor:
         """Reads a drafted token per row with its state `[B, 1, D]`, and returns the next state.
@@ -290,21 +185,6 @@ class DraftLayers:
         first_B1 = torch.zeros_like(present_BN[:, :1])
         out = self.lm.forward(present_BN, parents_BN, first_B1, hidden_layers=(self.returned,), vectors=vectors_BND)
         return out.hidden[self.returned]
-
-
-def followed_by(vectors_BND: Tensor, lengths: Sequence[int], masks_BMD: Tensor) -> Tensor:
-    """Appends masks to rows of different lengths; `[B, N + M, D]`, undefined after a row's masks.
-
-    >>> vectors, masks = torch.tensor([[[1.0], [2.0]], [[5.0], [0.0]]]), torch.tensor([[[8.0]], [[9.0]]])
-    >>> followed_by(vectors, [2, 1], masks)[:, :, 0].tolist()
-    [[1.0, 2.0, 8.0], [5.0, 9.0, 9.0]]
-    """
-    both_BXD, N = torch.cat([vectors_BND, masks_BMD], dim=1), vectors_BND.shape[1]
-    if min(lengths) == N:
-        return both_BXD
-    most = both_BXD.shape[1]
-    rows = [[i if i < length else min(N + i - length, most - 1) for i in range(most)] for length in lengths]
-    return gathered(both_BXD, upload(rows, both_BXD.device))
 
 
 class Masks:

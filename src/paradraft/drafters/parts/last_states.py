@@ -40,6 +40,10 @@ class LastStates:
     def _last_tokens(self, new: Committed) -> Tensor:
         return upload([tokens[-1] for tokens in new.tokens], self._lm.device)
 
+    def catch_up(self, rows: Sequence[int], most: int) -> dict[int, int]:
+        """Nothing to read."""
+        return {}
+
     def keep(self, rows: Tensor) -> None:
         """See `Drafter`."""
         self.states_BD, self.tokens_B = self.states_BD[rows], self.tokens_B[rows]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafter, Drafting, Request
-from paradraft.drafters.parts.draft_layers import DraftLayers
 from paradraft.drafters.parts.last_states import LastStates
+from paradraft.drafters.parts.pending_states import PendingStates
 from paradraft.drafters.parts.pending_tokens import PendingTokens
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.tree import grow
@@ -49,7 +49,7 @@ class ModelDrafter(Drafter):
     _sampler: Sampler
     _tree: Tree | None = None
 
-    def __init__(self, lm: CausalLM, states: PendingTokens | LastStates | DraftLayers) -> None:
+    def __init__(self, lm: CausalLM, states: PendingTokens | LastStates | PendingStates) -> None:
         self.lm, self._states = lm, states
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
@@ -61,6 +61,10 @@ class ModelDrafter(Drafter):
         """Stores the prompts; a draft model's prefill happens at the first draft."""
         self._sampler.join(requests)
         self._states.join(requests, prompt)
+
+    def catch_up(self, rows: Sequence[int], most: int) -> dict[int, int]:
+        """See `Drafter`."""
+        return self._states.catch_up(rows, most)
 
     def commit(self, new: Committed) -> None:
         """See `Drafter`."""

@@ -49,5 +49,5 @@ class ParallelLayersDrafter(ModelDrafter):
         """Reads the pending tokens and masks, and draws all tokens."""
         if max(lengths) == 0:
             return Draft.empty(len(lengths), self._target.device)
-        states_BKD = self._layers.read(lengths, self._masks)
+        states_BKD = self._layers.outputs(lengths, self._masks)
         return draft_of_pass(self._sampler, self._tree, self._head(states_BKD), self._correction, states_BKD)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -33,7 +33,7 @@ class PendingTokens:
         """The tokens of the rows that draft; none of the others."""
         return [row if length else [] for row, length in zip(self.rows, lengths, strict=True)]
 
-    def catch_up(self, rows: Iterable[int], most: int) -> dict[int, int]:
+    def catch_up(self, rows: Sequence[int], most: int) -> dict[int, int]:
         """See `Drafter`; a row that has more than `most` tokens pending is read in pieces."""
         pieces: list[list[int]] = [[] for _ in self.rows]
         behind = [row for row in rows if len(self.rows[row]) > most]
