@@ -77,6 +77,8 @@ def recipe_for(name: str, family: Path, out: Path, **settings: object) -> Recipe
         "max_length": 24, "lr": 1e-2, "warmup_steps": 1, "bf16": False, "device": "cpu", "log_every": 1,
         "save_every": 2, "held_out": 0,
     }  # fmt: skip
+    needed = [role for role in kind.ROLES if kind.model_fields[role].is_required()]
+    given |= {role: str(family / kind.ROLES[role]) for role in needed}
     return kind.model_validate(given | settings)
 
 
@@ -141,7 +143,7 @@ def test_it_learns_from_a_file_of_few_bits(tmp_path: Path, name: str) -> None:
     target = str(tmp_path / "target.gguf")
     write_gguf(tmp_path / "target.gguf", tiny_model("llama"), "Q4_0")
     kind, settings = recipe_class(trainee_module(name)), {"model": target}
-    if kind.ROLES["model"] == "draft":
+    if "teacher" in kind.ROLES:
         make(target, tmp_path / "cut", PrunedTarget(layers=1), dtype="float32")
         settings = {"model": str(tmp_path / "cut"), "teacher": target, "target": target}
     elif name != "ppd":

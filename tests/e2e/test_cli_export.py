@@ -19,6 +19,7 @@ from paradraft.engine.loader import load
 from paradraft.engine.speculation import Speculation
 from paradraft.formats.folder import save_model
 from paradraft.formats.pard import RANK, declare_masks
+from paradraft.formats.pard2 import PROJECTION
 from paradraft.models.runtime import Runtime
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.e2e.conftest import EXACT, Paradraft, assert_mistake
@@ -158,6 +159,22 @@ def test_the_head_stays_here(paradraft: Paradraft, family: Path, tmp_path: Path,
     assert done.code == 0, done.err
     assert "Its head, which tells masks the tokens before them, is left out" in done.out
     assert not hasattr(AutoConfig.from_pretrained(out), RANK) and not list(out.glob("*/"))
+
+
+def test_the_states_stay_here(paradraft: Paradraft, family: Path, tmp_path: Path, prompts: list[object]) -> None:
+    """Guards PARD-2 folders elsewhere: engines get the PARD drafter that they are too, and its figures."""
+    out, draft = tmp_path / "out", draft_of(family, "pard2")
+    done = paradraft("export", draft, out, "--target", family / "target", "--to", "vllm", *prompts)
+    assert done.code == 0, done.err
+    assert "It drafts without the target's states, which only paradraft gives it." in done.out
+    config = AutoConfig.from_pretrained(out).to_dict()
+    assert config["spd_type"] == "pard" and not [key for key in config if key.startswith("pard2")]
+    assert not (out / PROJECTION).exists()
+    runtime = Runtime(dtype="float64")
+    bare = load(str(family / "target"), drafter="pard", draft=draft, k=3, runtime=runtime, lengths="fixed")
+    answers = bare.generate(["hello", "abcabc"], max_new_tokens=16)
+    length = sum(one.stats.tokens for one in answers) / sum(one.stats.rounds for one in answers)
+    assert f"{length:.2f} tokens per target pass here" in done.out
 
 
 @pytest.mark.slow

@@ -55,14 +55,14 @@ def number_in(out: str, row: str) -> tuple[float, float]:
     return before, after
 
 
-@pytest.mark.parametrize("name", ["autoregressive", "pard"])
+@pytest.mark.parametrize("name", ["autoregressive", "pard", "pard2"])
 def test_a_trimmed_draft_reads_less_and_changes_no_text(
     paradraft: Paradraft, family: Path, answers: Path, tmp_path: Path, name: str
 ) -> None:
     """Guards the whole way, from answers to texts: the printed command decodes with the folder, the texts at T = 0 and
     at T = 0.8 are the target's, drafts are accepted, and the table says what was written."""
     out = tmp_path / "my draft"
-    draft = family / ("draft" if name == "autoregressive" else name)
+    draft = family / "draft" if name == "autoregressive" else draft_of(family, name)
     made = paradraft("trim", draft, "--out", out, "--counts", answers, "--size", 40)
     assert made.code == 0 and "timing passes" in made.err
     stored = load_file(out / "model.safetensors")

@@ -15,6 +15,7 @@ from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.train import recipe_class, trainee_module, trainee_names
 from paradraft.train.drafters.heads import HeadRecipe
+from paradraft.train.drafters.pard2 import Pard2Recipe
 from paradraft.train.run import launch
 
 DRAFTERS = [*drafter_names(), "ngram+pard", "suffix+recycle"]
@@ -38,8 +39,8 @@ def draft_of(family: Path, name: str) -> str | None:
     """
     if not takes_draft(name):
         return None
-    is_head = name in trainee_names() and issubclass(recipe_class(trainee_module(name)), HeadRecipe)
-    return str(_head(family, name) if is_head else family / "pard")
+    reads_states = name in trainee_names() and issubclass(recipe_class(trainee_module(name)), HeadRecipe | Pard2Recipe)
+    return str(_head(family, name) if reads_states else family / "pard")
 
 
 @cache
@@ -83,8 +84,10 @@ def train_head(family: Path, name: str, folder: Path, **settings: object) -> Non
         settings: of the recipe.
     """
     module = trainee_module(name)
-    recipe = recipe_class(module).model_validate({
-        "model": str(family / "target"), "data": [_answers(family)], "out": folder, "k": MOST_K, "steps": 24,
+    kind = recipe_class(module)
+    roles = {role: str(family / kind.ROLES[role]) for role in ("model", "teacher") if role in kind.ROLES}
+    recipe = kind.model_validate(roles | {
+        "data": [_answers(family)], "out": folder, "k": MOST_K, "steps": 24,
         "lr": 1e-2, "samples_per_step": 8, "max_length": 96, "bf16": False, "device": "cpu", "held_out": 0,
         "warmup_steps": 1,
     } | settings)  # fmt: skip

@@ -8,24 +8,21 @@ Shape letters: B rows of a batch, M pending tokens, K drafted tokens, V vocabula
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 from paradraft import ragged
 from paradraft.core import Draft
-from paradraft.drafters.parts.draft_loading import load_draft_lm
+from paradraft.drafters.parts.draft_loading import load_parallel_lm
 from paradraft.drafters.parts.model_drafter import Config, ModelDrafter
 from paradraft.drafters.parts.one_pass import draft_of_pass
 from paradraft.drafters.parts.pending_tokens import PendingTokens
 from paradraft.drafters.parts.previous_token import Correction, PreviousTokenHead, load_head
-from paradraft.formats.pard import check_ends_nothing, mask_token_id
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target, TargetFacts, gathered
 from paradraft.ragged import upload
 from paradraft.sources.loading import locate
-from paradraft.text.tokenization import text_of
 from paradraft.traits import Serving, Traits
 
 
@@ -52,10 +49,6 @@ class PardDrafter(ModelDrafter):
         self.mask_id = mask_id
         self.masks = masks
         self.reserved_tokens = tuple(range(mask_id, mask_id + masks))
-
-    def catch_up(self, rows: Sequence[int], most: int) -> dict[int, int]:
-        """See `Drafter`."""
-        return self._pending.catch_up(rows, most)
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Reads [pending tokens, mask × (k - 1)] and draws all k tokens; skips rows of length 0.
@@ -87,23 +80,6 @@ class PardDrafter(ModelDrafter):
 
 
 def build(config: Config, target: Target | TargetFacts, runtime: Runtime) -> PardDrafter:
-    """Loads the PARD model; its mask token is forbidden in the target's output too.
-
-    Warns if the mask token has a text, which answers then cannot contain.
-
-    Raises:
-        ValueError: the model does not fit the target, or its `config.json` names no mask token, or an end token.
-    """
-    lm = load_draft_lm(locate(config.draft, "pard"), target, runtime)
-    mask_id = mask_token_id(lm.model.config, config.draft)
-    masks = getattr(lm.model.config, "pard_masks", 1)
-    check_ends_nothing(range(mask_id, mask_id + masks), target.eos_ids, target.tokenizer, config.draft)
-    for token in range(mask_id, mask_id + masks):
-        if (text := text_of(token, target.tokenizer)) is not None:
-            warnings.warn(
-                f"{config.draft}: its mask token {token} is {text!r}, which answers can then not contain: train a "
-                "drafter without mask_token_id",
-                stacklevel=2,
-            )
-    lm.forbid(range(mask_id, mask_id + masks))
-    return PardDrafter(lm, mask_id, masks, previous=load_head(lm.model.config))
+    """Loads the PARD model; its mask token is forbidden in the target's output too. Raises as `load_parallel_lm`."""
+    lm, masks = load_parallel_lm(locate(config.draft, "pard"), target, runtime)
+    return PardDrafter(lm, masks[0], len(masks), previous=load_head(lm.model.config))

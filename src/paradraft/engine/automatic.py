@@ -13,6 +13,7 @@ from paradraft.formats.gguf import is_gguf
 from paradraft.formats.head import is_head, kind_of, trained_k
 from paradraft.formats.likely_table import read_table
 from paradraft.formats.pard import declared_mask_id
+from paradraft.formats.pard2 import reads_states
 from paradraft.models.names import POCKET, is_shape
 from paradraft.sources.loading import config_of, locate
 from paradraft.sources.recorded import TrainedDrafter, bytes_on_disk, drafter_for, recorded_for, table_file
@@ -119,7 +120,10 @@ def drafter_of(draft: str) -> str:
         return "autoregressive"
     if _is_head(folder):
         return kind_of(folder)
-    return "autoregressive" if declared_mask_id(config_of(folder)) is None else "pard"
+    config = config_of(folder)
+    if declared_mask_id(config) is None:
+        return "autoregressive"
+    return "pard2" if reads_states(config) else "pard"
 
 
 def _is_head(folder: str) -> bool:

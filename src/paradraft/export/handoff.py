@@ -29,6 +29,7 @@ from paradraft.export.vllm import check_name, check_rows_fit
 from paradraft.formats.folder import whole_folder, write_model
 from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import CONFIG_KEYS, RANK, declare_masks, declared_mask_id
+from paradraft.formats.pard2 import reads_states
 from paradraft.models.names import POCKET
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
@@ -170,7 +171,7 @@ def _hand_off_model(task: HandoffTask, folder: str, target_folder: str, out: Pat
     drafter = "pard" if is_parallel else "autoregressive"
     if engine == VLLM:
         check_name(drafter, str(out))
-    notes = _notes(config.vocab_size, rows, engine, has_masks=mask is not None, has_head=hasattr(config, RANK))
+    notes = _notes(config, rows, engine, has_masks=mask is not None)
     if engine == GGUF and dtype != (stored := _as_stored(config).dtype):
         notes += (f"Its weights are rounded to {TYPES[dtype]}, from {TYPES[stored]}.",)
     model = load_model(folder, _as_stored(config))
@@ -210,13 +211,16 @@ def _finished(
     return done
 
 
-def _notes(draft_rows: int, rows: int, engine: str, *, has_masks: bool, has_head: bool) -> tuple[str, ...]:
+def _notes(config: PretrainedConfig, rows: int, engine: str, *, has_masks: bool) -> tuple[str, ...]:
     notes = []
-    if draft_rows != rows:
+    if config.vocab_size != rows:
         notes.append(
-            f"Its embedding had {draft_rows} rows and has {rows} now, as the target's: engines want as many in both."
+            f"Its embedding had {config.vocab_size} rows and has {rows} now, as the target's: engines want as many in "
+            "both."
         )
-    if has_head:
+    if reads_states(config):
+        notes.append("It drafts without the target's states, which only paradraft gives it.")
+    if hasattr(config, RANK):
         notes.append("Its head, which tells masks the tokens before them, is left out: only paradraft reads it.")
     if has_masks and engine not in PARALLEL:
         reader = "llama.cpp" if engine == GGUF else engine

@@ -73,21 +73,21 @@ def save_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     beside: Mapping[str, dict[str, Tensor]] | None = None,
-    texts: Mapping[str, str] | None = None,
+    files: Mapping[str, str | bytes] | None = None,
 ) -> None:
     """Writes an ordinary Hugging Face folder; `folder` appears or changes only when all is written.
 
     Args:
         beside: further safetensors files by relative path.
-        texts: further text files by relative path.
+        files: the contents of further files by relative path.
     """
     with whole_folder(folder) as new:
         write_model(new, model, tokenizer)
         for name, tensors in (beside or {}).items():
             (new / name).parent.mkdir(parents=True, exist_ok=True)
             save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, new / name)
-        for name, text in (texts or {}).items():
-            (new / name).write_text(text, encoding="utf-8")
+        for name, contents in (files or {}).items():
+            (new / name).write_bytes(contents if isinstance(contents, bytes) else contents.encode())
 
 
 def write_model(new: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -6,13 +6,15 @@ drafters have `pard_token` and `spd_type`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 RANK = "pard_previous_token_rank"
-CONFIG_KEYS = ("pard_token", "mask_token_id", "spd_type", "pard_masks", RANK)
-"""Config keys of a PARD model that an ordinary model lacks; only paradraft reads the last two."""
+STATES_KEYS = ("pard2", "pard2_scale", "pard2_proj_bias", "pard2_target_dim", "pard2_target_layers")
+"""Config keys of a PARD model that also reads the target's states, see `paradraft.formats.pard2`."""
+CONFIG_KEYS = ("pard_token", "mask_token_id", "spd_type", "pard_masks", RANK, *STATES_KEYS)
+"""Config keys of a PARD model that an ordinary model lacks; only paradraft reads `pard_masks` and the rank."""
 TRAINED_LENGTH = "pard_max_length"
 """Config key: maximum length of the training rows in tokens; drafts beyond it may be worse."""
 TRAINED_K = "pard_k"
@@ -74,10 +76,10 @@ def declare_masks(model_config: PretrainedConfig, mask_id: int, masks: int = 1) 
         masks: count of consecutive mask ids.
 
     Example:
-        >>> config = PretrainedConfig(pard_masks=3)
-        >>> declare_masks(config, 7)
-        >>> [getattr(config, key, None) for key in CONFIG_KEYS]
-        [7, 7, 'pard', None, None]
+        >>> config = PretrainedConfig(pard2=True)
+        >>> declare_masks(config, 7, masks=3)
+        >>> config.pard_token, config.mask_token_id, config.spd_type, config.pard_masks
+        (7, 7, 'pard', 3)
     """
     forget_masks(model_config)
     model_config.pard_token = model_config.mask_token_id = mask_id
@@ -88,6 +90,17 @@ def declare_masks(model_config: PretrainedConfig, mask_id: int, masks: int = 1) 
 
 def forget_masks(model_config: PretrainedConfig) -> None:
     """Removes those keys from a config, in place, because its model is not (or no longer) a PARD model."""
-    for key in CONFIG_KEYS:
+    _forget(model_config, CONFIG_KEYS)
+
+
+def forget_states(model_config: PretrainedConfig) -> None:
+    """Makes the config of a PARD model, in place, one of a model that reads no states, as which it drafts too."""
+    if hasattr(model_config, "pard2"):
+        _forget(model_config, STATES_KEYS)
+        model_config.spd_type = "pard"
+
+
+def _forget(model_config: PretrainedConfig, keys: Iterable[str]) -> None:
+    for key in keys:
         if hasattr(model_config, key):
             delattr(model_config, key)

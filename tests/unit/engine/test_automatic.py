@@ -37,6 +37,14 @@ def test_a_draft_is_used_as_what_it_is(family: Path, tmp_path: Path, draft: str,
     assert chosen.drafter == drafter and str(renamed) in str(chosen.reason)
 
 
+def test_a_draft_with_states_drafts_with_them(family: Path, tmp_path: Path) -> None:
+    """Guards PARD-2 folders, which are PARD folders too."""
+    folder = shutil.copytree(family / "pard", tmp_path / "mine")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"pard2": True, "pard2_target_layers": [-1]}))
+    assert drafter_of(str(folder)) == "pard2"
+
+
 @pytest.mark.parametrize("drafter", ["eagle_parallel", "ppd", "pard"])
 def test_a_head_names_its_drafter(tmp_path: Path, drafter: str) -> None:
     """Guards checkpoints whose model_type is the drafter's name, and the shipped PARD model."""

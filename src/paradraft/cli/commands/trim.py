@@ -103,7 +103,7 @@ def trim(*, args: TrimArgs) -> None:
         *why,
     ]:
         print(line)
-    print(f"next: {shlex.join(_decoding(args.out, draft, dtype))}")
+    print(f"next: {shlex.join(_decoding(args.out, dtype))}")
 
 
 def _size(
@@ -180,9 +180,9 @@ def _notes(
         yield "a pass is no faster than before: keep the whole draft, or try another --draft-dtype"
 
 
-def _decoding(out: Path, draft: Untrimmed, dtype: str | None) -> list[str]:
-    from paradraft.train.init.vocabulary_size import drafts_in_one_pass
+def _decoding(out: Path, dtype: str | None) -> list[str]:
+    from paradraft.engine.automatic import drafter_of
 
-    name = "pard" if drafts_in_one_pass(draft.checkpoint) else "autoregressive"
+    name = drafter_of(str(out))
     of_dtype = [] if dtype is None else ["--draft-dtype", dtype]
     return ["paradraft", "generate", "--target", "TARGET", "--drafter", name, "--draft", str(out), *of_dtype]

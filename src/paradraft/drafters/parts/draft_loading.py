@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 from transformers import PretrainedConfig
 
 from paradraft.formats.gguf import is_gguf, read_gguf
+from paradraft.formats.pard import check_ends_nothing, mask_token_id
 from paradraft.models.architectures import context_of
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.names import is_shape
@@ -14,6 +17,7 @@ from paradraft.sources.gguf_tokenizer import check_same_tokens
 from paradraft.sources.load_plan import Checkpoint, draft_plan
 from paradraft.sources.loading import load_tokenizer
 from paradraft.sources.target_loading import load_lm
+from paradraft.text.tokenization import text_of
 
 _PROBE = "def f(x):\n    return 'Grüße, 世界' + str(x ** 2)  # 1234\n"
 
@@ -27,6 +31,32 @@ def load_draft_lm(folder: str, target: Target | TargetFacts, runtime: Runtime, *
     draft = Checkpoint.at(folder)
     check_draft(draft, target)
     return load_lm(draft_plan(draft, runtime, width=width, capacity=target.capacity), target.vocab_size)
+
+
+def load_parallel_lm(folder: str, target: Target | TargetFacts, runtime: Runtime) -> tuple[CausalLM, range]:
+    """Loads a PARD model, which never outputs a mask token.
+
+    Warns if a mask token has a text, which answers then cannot contain.
+
+    Returns:
+        The model and its mask tokens.
+
+    Raises:
+        ValueError: the model does not fit the target, or its `config.json` names no mask token, or an end token.
+    """
+    lm = load_draft_lm(folder, target, runtime)
+    first = mask_token_id(lm.model.config, folder)
+    masks = range(first, first + getattr(lm.model.config, "pard_masks", 1))
+    check_ends_nothing(masks, target.eos_ids, target.tokenizer, folder)
+    for token in masks:
+        if (text := text_of(token, target.tokenizer)) is not None:
+            warnings.warn(
+                f"{folder}: its mask token {token} is {text!r}, which answers can then not contain: train a "
+                "drafter without mask_token_id",
+                stacklevel=3,
+            )
+    lm.forbid(masks)
+    return lm, masks
 
 
 def check_draft(draft: Checkpoint, target: Target | TargetFacts) -> None:

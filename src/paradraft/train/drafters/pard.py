@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.data.samples import Sample
@@ -17,13 +17,14 @@ from paradraft.drafters.parts.draft_loading import load_draft_lm
 from paradraft.drafters.parts.previous_token import PreviousTokenHead, load_head, new_head, stored_head
 from paradraft.formats.folder import save_model
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, TRAINED_K, TRAINED_LENGTH, check_ends_nothing, forget_masks
+from paradraft.formats.pard2 import PROJECTION, StateProjection
 from paradraft.formats.vocab_map import VocabMap
 from paradraft.models.architectures import context_of, spec_of
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.output_head import check_linear
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
-from paradraft.sources.loading import load_config, load_model, load_skeleton, locate
+from paradraft.sources.loading import load_config, load_model, load_skeleton
 from paradraft.sources.reduced_head import ReducedHead, reduced_head, set_head, store_map
 from paradraft.text.vocabulary import check_rows, used_rows
 from paradraft.train import memory
@@ -32,6 +33,7 @@ from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.init.adaptation import add_mask_token, with_adapters
 from paradraft.train.init.merging import Adapter
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
+from paradraft.train.objectives.features import FeatureCache
 from paradraft.train.objectives.objective import Objective
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.objectives.teacher_loading import is_decoded_as_stored, load_teacher, teacher_folder
@@ -64,7 +66,7 @@ def initial_drafter(
     Raises:
         ValueError: it cannot be loaded, or mask token or adapters do not fit it.
     """
-    folder = locate(recipe.model, "draft")
+    folder = recipe.model_folder
     config = load_config(folder)
     head = reduced_head(folder, config)
     model = load_model(folder, Runtime(device=device, dtype=dtype), config, head=head)
@@ -77,7 +79,7 @@ def drafter_skeleton(recipe: PardRecipe, tokenizer: PreTrainedTokenizerBase, dev
     Raises:
         ValueError: as `initial_drafter`, except for errors in the weights.
     """
-    folder = locate(recipe.model, "draft")
+    folder = recipe.model_folder
     model = load_skeleton(folder)
     head = reduced_head(folder, model.config)
     set_head(model, head)
@@ -135,13 +137,15 @@ class PardTrainee:
         drafter: InitialDrafter,
         objective: Objective,
         needed: memory.Estimate,
+        *,
+        name: str = "pard",
     ) -> None:
         self.objective = objective
         self.depths = recipe.k
-        self.drafter, self.k = recipe.decoded_with("pard")
+        self.drafter, self.k = recipe.decoded_with(name)
         self.max_tokens = context_of(drafter.model.config)
         self.masks = drafter.masks
-        rows = load_config(locate(recipe.model, "draft")).vocab_size
+        rows = load_config(recipe.model_folder).vocab_size
         added = ", in an added row that vLLM does not take" if drafter.model.config.vocab_size > rows else ""
         self.notes = (*(f"mask token {mask}{added}" for mask in drafter.masks[:1]), needed.in_words)
         self._recipe = recipe
@@ -157,10 +161,18 @@ class PardTrainee:
     def check_target(self, name: str, target: Target, runtime: Runtime) -> None:
         """Raises ValueError if a mask token ends the target's texts, or the draft's tokens are not the target's."""
         check_ends_nothing(self.masks, target.eos_ids, self._tokenizer, f"a drafter for {name!r}")
-        load_draft_lm(locate(self._recipe.model, "draft"), target, runtime)
+        load_draft_lm(self._recipe.model_folder, target, runtime)
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Writes the draft as a Hugging Face folder in bf16, with merged adapters; see `formats/pard.py`."""
+        self.write(folder, weights)
+
+    def write(self, folder: Path, weights: dict[str, Tensor], projection: StateProjection | None = None) -> None:
+        """Writes the draft, and the projection of the target's states if it has one; see `save`.
+
+        Args:
+            weights: of the model and its previous-token head.
+        """
         # A second copy in float32 would set the peak of memory. Adapters are merged in float32, and the norm scaled.
         dtype = "bfloat16" if self._recipe.lora is None else "float32"
         new = initial_drafter(self._recipe, self._tokenizer, "cpu", dtype=dtype)
@@ -171,11 +183,14 @@ class PardTrainee:
         cool(model, new.previous, self._recipe.draft_temperature)
         beside = {} if new.previous is None else {PREVIOUS_TOKEN_HEAD: stored_head(new.previous, model.config)}
         model = model.to(torch.bfloat16).eval()
-        texts: dict[str, str] = {}
+        files: dict[str, str | bytes] = {}
         if adapter is not None:
             more, texts = adapter.files(model, beside)
-            beside |= more
-        save_model(folder, model, self._tokenizer, beside, texts)
+            beside, files = beside | more, {**texts}
+        if projection is not None:
+            projection.declare(model.config)
+            files |= {PROJECTION: projection.file()}
+        save_model(folder, model, self._tokenizer, beside, files)
 
 
 @torch.no_grad()
@@ -194,30 +209,61 @@ def cool(model: PreTrainedModel, previous: PreviousTokenHead | None, temperature
 
 def build(recipe: PardRecipe, data: RunData) -> PardTrainee:
     """Checks the memory, then loads model and teacher. See `Builder`."""
-    needed = _check_memory(recipe, data)
+    run = prepared(recipe, data)
+    features = None if run.teacher is None else features_of(recipe, run.teacher, [FINAL_NORM])
+    return PardTrainee(recipe, data.tokenizer, run.drafter, objective_of(recipe, data, run, features), run.needed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The models of a run, and the memory that it needs."""
+
+    drafter: InitialDrafter
+    teacher: Teacher | None
+    needed: memory.Estimate
+
+
+def prepared(recipe: PardRecipe, data: RunData, *, beside: int = 0) -> Prepared:
+    """Checks the memory and the samples, and loads the models.
+
+    Args:
+        beside: trained parameters that are not the model's.
+
+    Raises:
+        ValueError: as a `Builder`.
+    """
+    needed = _check_memory(recipe, data, beside=beside)
     drafter = initial_drafter(recipe, data.tokenizer, str(data.device))
     _check_samples(recipe, data, drafter)
     teacher = None if recipe.teacher is None else _load_teacher(recipe.teacher, data, drafter)
-    kind = recipe.divergence or "forward_kl"
-    previous = None if drafter.previous is None else drafter.previous.to(data.device)
-    objective = Objective(
+    return Prepared(drafter=drafter, teacher=teacher, needed=needed)
+
+
+def objective_of(
+    recipe: PardRecipe, data: RunData, run: Prepared, features: FeatureCache | None, added: nn.Module | None = None
+) -> Objective:
+    """The loss of a recipe; see `Objective`."""
+    drafter = run.drafter
+    return Objective(
         drafter.model,
-        teacher=teacher,
-        kind=kind,
-        previous=previous,
+        teacher=run.teacher,
+        kind=recipe.divergence or "forward_kl",
+        previous=None if drafter.previous is None else drafter.previous.to(data.device),
         vocab_map=drafter.vocab_map,
         unused=sorted({*range(used_rows(data.tokenizer), drafter.model.config.vocab_size), *drafter.masks}),
         chain_weight=recipe.chain_weight,
-        features=None if teacher is None else features_of(recipe, teacher, [FINAL_NORM]),
+        features=features,
+        added=None if added is None else added.to(data.device),
         bf16=data.bf16,
     )
-    return PardTrainee(recipe, data.tokenizer, drafter, objective, needed)
 
 
-def _check_memory(recipe: PardRecipe, data: RunData) -> memory.Estimate:
+def _check_memory(recipe: PardRecipe, data: RunData, *, beside: int) -> memory.Estimate:
     """Estimates the memory of a run without loading weights; ValueError if the device has too little."""
     drafter = drafter_skeleton(recipe, data.tokenizer, str(data.device))
-    model, beside = drafter.model, 0 if drafter.previous is None else memory.parameters_of(drafter.previous)
+    model = drafter.model
+    if drafter.previous is not None:
+        beside += memory.parameters_of(drafter.previous)
     frozen = 0.0
     if recipe.teacher is not None:
         folder = teacher_folder(recipe.teacher)

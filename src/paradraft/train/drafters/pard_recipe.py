@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from paradraft.drafters.parts.previous_token import MOST_RANK
+from paradraft.sources.loading import locate
 from paradraft.train.init.adaptation import Lora
 from paradraft.train.objectives.losses import Divergence
 from paradraft.train.recipe import Part, Recipe
@@ -85,6 +86,11 @@ class PardRecipe(Recipe):
         if self.chain_weight and self.teacher is None:
             raise ValueError(f"chain_weight={self.chain_weight}: only a teacher knows it, name one")
         return self
+
+    @property
+    def model_folder(self) -> str:
+        """Folder or Hugging Face id of the model."""
+        return locate(self.model, self.ROLES["model"])
 
     @property
     def depths(self) -> int:

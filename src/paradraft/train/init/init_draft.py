@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from paradraft.drafters.parts.previous_token import load_head, stored_head
 from paradraft.formats.folder import check_free, save_model
-from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, declared_mask_id, forget_masks
+from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, declared_mask_id, forget_masks, forget_states
 from paradraft.models.architectures import context_of, spec_of
 from paradraft.models.devices import TORCH_DTYPES
 from paradraft.models.quantized import as_numbers
@@ -175,6 +175,7 @@ def _fitted(name: str, target: str, rows: int, tokenizer: PreTrainedTokenizerBas
             f"{name!r} uses {needed} rows of its embedding, {target!r} has {rows}: use a model of the same family"
         )
     model = load_numbers(folder, Runtime(device="cpu", dtype=dtype))
+    forget_states(model.config)
     resize(model, rows, used_rows(draft_tokenizer))
     return model
 

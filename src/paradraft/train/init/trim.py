@@ -24,6 +24,7 @@ from paradraft.formats.folder import check_free, save_model
 from paradraft.formats.gguf import is_gguf
 from paradraft.formats.head import is_head
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD
+from paradraft.formats.pard2 import projection_file
 from paradraft.formats.vocab_map import VocabMap
 from paradraft.models.names import check_has_weights
 from paradraft.models.runtime import Runtime
@@ -135,8 +136,8 @@ def count(draft: Untrimmed, answers: Sequence[Path]) -> AnswerCounts:
 def write_trimmed(draft: Untrimmed, rows: VocabMap, out: Path) -> None:
     """Writes a draft in bfloat16 with these rows of its head.
 
-    Weights that are stored in few bits become numbers. Mask token, previous-token head, trained length and tokenizer
-    stay what they are.
+    Weights that are stored in few bits become numbers. Mask token, previous-token head, projection of the target's
+    states, trained length and tokenizer stay the same.
 
     Raises:
         ValueError: the draft cannot be loaded, or `out` is not empty.
@@ -147,4 +148,4 @@ def write_trimmed(draft: Untrimmed, rows: VocabMap, out: Path) -> None:
     cut_head(model, rows.to_target, draft.map_of(rows))
     previous = load_head(model.config)
     extra_files = {} if previous is None else {PREVIOUS_TOKEN_HEAD: stored_head(previous, model.config)}
-    save_model(out, model, draft.tokenizer, extra_files)
+    save_model(out, model, draft.tokenizer, extra_files, projection_file(model.config))

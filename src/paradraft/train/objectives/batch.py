@@ -90,6 +90,7 @@ class TrainingBatch:
         documents: `[S, R]` index of the packed sample, or `FILLING`.
         labels: `[S, R]` the next token, or `IGNORED`.
         text_indices: `[S, R]` index in `texts` of the token after which each row predicts.
+        is_bare: `[S, R]` rows that are trained without the target's states; None for none.
     """
 
     tokens: Tensor
@@ -99,6 +100,7 @@ class TrainingBatch:
     labels: Tensor
     text_indices: Tensor
     texts: Texts
+    is_bare: Tensor | None = None
 
     @property
     def rows(self) -> Rows:

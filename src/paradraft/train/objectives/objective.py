@@ -36,7 +36,10 @@ class Objective(nn.Module):
             not draft them.
         vocab_map: of the output head, if it has fewer rows than the embedding.
         chain_weight: rows are weighted by the probability of the tokens before them to this power; needs a teacher.
-        features: of the teacher's states after the final norm; None computes them in every batch.
+        features: of the teacher's states after the final norm, and then of others that `added` reads; None computes
+            the former in every batch.
+        added: what the inputs of rows have beside their embeddings: a function of the batch and the states
+            `[S, N, layers * E]` of `features` to `[S, R, D]`.
         bf16: compute in bf16; losses are computed in float32.
     """
 
@@ -51,10 +54,12 @@ class Objective(nn.Module):
         vocab_map: VocabMap | None = None,
         chain_weight: float = 0.0,
         features: FeatureCache | None = None,
+        added: nn.Module | None = None,
         bf16: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
+        self.added = added
         self.previous = previous
         self.vocab_map = vocab_map
         self.unused = list(unused)
@@ -77,8 +82,9 @@ class Objective(nn.Module):
     def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the sum of the rows' losses, weighted by depth, and `[K]` rows of each depth predicted correctly."""
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
+            states_SNX = None if self._features is None else self._features.states(batch.texts)
             hidden_SRD = self.model.model(
-                input_ids=batch.tokens,
+                **self._inputs(batch, states_SNX),
                 attention_mask=attention_mask(batch.rows, self.model),
                 position_ids=batch.positions,
                 use_cache=False,
@@ -95,10 +101,19 @@ class Objective(nn.Module):
                 teacher=self.teacher,
                 kind=self.kind,
                 chunk=self.chunk,
-                read_SNE=None if self._features is None else self._features.states(batch.texts),
+                read_SNE=None if states_SNX is None else states_SNX[..., : self._width],
                 trained=[weight for weight in self.parameters() if weight.requires_grad],
                 chain_weight=self.chain_weight,
             )
+
+    def _inputs(self, batch: TrainingBatch, states_SNX: Tensor | None) -> dict[str, Tensor]:
+        if self.added is None:
+            return {"input_ids": batch.tokens}
+        return {"inputs_embeds": self.model.get_input_embeddings()(batch.tokens) + self.added(batch, states_SNX)}
+
+    @property
+    def _width(self) -> int | None:
+        return None if self.teacher is None else int(self.teacher.model.config.hidden_size)
 
     def _logits(self, states: Tensor) -> Tensor:
         """`[m, V]` logits from states `[m, D]`, or `[m, 2 D]`: corrected and uncorrected.
