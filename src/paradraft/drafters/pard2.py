@@ -30,10 +30,13 @@ from paradraft.traits import Serving, Traits
 
 
 def target_layer(index: int, layers: int) -> int:
-    """The hidden layer, numbered as in `Forward`, of an index into `hidden_states` of a model with so many layers.
+    """Converts an index into `hidden_states` of `transformers` to a hidden layer, numbered as in `Forward`.
+
+    Args:
+        layers: number of the target's layers.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the target has fewer layers.
 
     >>> [target_layer(index, 24) for index in (-1, -8, 24, 0, 3)]
     [-1, 17, -1, 0, 3]
@@ -52,7 +55,7 @@ class Pard2Drafter(ModelDrafter):
     Args:
         masks: its mask tokens, one for each position of the draft after the first; the last for all later ones.
         states: the projection of the target's states.
-        target_layers: of the target, by its number of layers.
+        layers: number of the target's layers.
         previous: corrects the logits by the tokens drafted before, if the model has such a head.
     """
 
@@ -67,10 +70,10 @@ class Pard2Drafter(ModelDrafter):
         masks: range,
         states: StateProjection,
         *,
-        target_layers: int,
+        layers: int,
         previous: PreviousTokenHead | None = None,
     ) -> None:
-        self.hidden_layers = tuple(target_layer(index, target_layers) for index in states.layers)
+        self.hidden_layers = tuple(target_layer(index, layers) for index in states.layers)
         bias = None if states.bias is None else states.scale * states.bias
         self._project = lm.linear(states.scale * states.weight, bias)
         width = lm.model.config.hidden_size
@@ -113,6 +116,6 @@ def build(config: Config, target: Target, runtime: Runtime) -> Pard2Drafter:
         lm,
         masks,
         read_projection(lm.model.config, width=of_target.hidden_size),
-        target_layers=of_target.num_hidden_layers,
+        layers=of_target.num_hidden_layers,
         previous=load_head(lm.model.config),
     )

@@ -1,7 +1,6 @@
 """Checkpoint of a PARD-2 drafter (An et al. 2026): a PARD folder with the projection of the target's states.
 
-Its keys and its file are AMD's, whose drafters load here, and which reads ours. Any reader of PARD drafts without the
-states.
+Its keys and its file are those of AMD's code. A reader of PARD folders drafts without the states.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ WEIGHT, BIAS = "target_proj.weight", "target_proj.bias"
 SCALE = 0.02
 """AMD's factor on projected states."""
 LAYERS = "pard2_target_layers"
-DAMAGES = (OSError, EOFError, RuntimeError, KeyError, TypeError, AttributeError)
+DAMAGES = (OSError, EOFError, RuntimeError, KeyError, TypeError, AttributeError, pickle.UnpicklingError)
 """Errors of reading a file that is damaged or has other contents."""
 
 
@@ -92,10 +91,12 @@ def read_projection(config: PretrainedConfig, *, width: int) -> StateProjection:
         tensors = torch.load(file_of(name, PROJECTION), map_location="cpu", weights_only=True)
         weight, bias = tensors[WEIGHT].float(), tensors.get(BIAS)
         is_finite = all(bool(tensor.isfinite().all()) for tensor in (weight, bias) if tensor is not None)
-    except (*DAMAGES, pickle.UnpicklingError) as error:
+    except DAMAGES as error:
         reason = (str(error) or "it is empty").splitlines()[0]
         raise ValueError(f"draft {name!r}: its {PROJECTION} cannot be read ({reason}): train it again") from None
-    if not is_finite or weight.ndim != 2 or len(weight) != config.hidden_size:
+    outputs = config.hidden_size
+    fits = weight.ndim == 2 and len(weight) == outputs and (bias is None or bias.shape == (outputs,))
+    if not (is_finite and fits):
         raise ValueError(f"draft {name!r}: its {PROJECTION} does not fit its config.json: train it again")
     if weight.shape[1] != len(layers) * width:
         raise ValueError(

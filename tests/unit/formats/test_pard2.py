@@ -86,6 +86,11 @@ def saved(contents: object) -> bytes:
         ({"pard2_target_layers": [-1]}, saved({"target_proj.weight": torch.full((D, S), torch.nan)}), "does not fit"),
         ({"pard2_target_layers": [-1]}, saved({"target_proj.weight": torch.ones(D + 1, S)}), "does not fit"),
         (
+            {"pard2_target_layers": [-1]},
+            saved({"target_proj.weight": torch.ones(D, S), "target_proj.bias": torch.ones(D + 1)}),
+            "does not fit",
+        ),
+        (
             {"pard2_target_layers": [-1, 2]},
             saved({"target_proj.weight": torch.ones(D, S)}),
             "another target: it reads states of 2 numbers, and this one has 4",

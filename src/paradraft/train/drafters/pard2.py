@@ -44,6 +44,7 @@ class Pard2Recipe(PardRecipe):
     ROLES: ClassVar[dict[str, str]] = {"model": "pard", "teacher": "target", "target": "target"}
 
     teacher: str = Field(description="the target whose states are read, and whose probabilities are learnt")
+    k: int = Field(default=8, ge=2, description="tokens that one draft pass learns to predict")
     chain_weight: float = Field(default=1.0, ge=0, description=PardRecipe.model_fields["chain_weight"].description)
     target_layers: list[int] | None = Field(
         default=None,
@@ -51,7 +52,9 @@ class Pard2Recipe(PardRecipe):
         description="teacher layers whose states are read: 0 for the embeddings, i after the i-th layer, -1 after the "
         "final norm; by default the last one and up to three more, 8 layers apart",
     )
-    state_scale: float = Field(default=SCALE, gt=0, description="factor on what is added to the embeddings")
+    state_scale: float = Field(
+        default=SCALE, gt=0, description="factor on what is added to the embeddings; that of a model with states stays"
+    )
     state_dropout: float = Field(
         default=0.1, ge=0, le=1, description="share of samples that are trained without states"
     )

@@ -162,6 +162,7 @@ def test_training_goes_on_from_a_folder_with_states(family: Path, tmp_path: Path
         ({"target_layers": [2]}, "target_layers: 2 is no layer of teacher .*: use 0 to 1, or -1"),
         ({"target_layers": [-2]}, "-2 is no layer"),
         ({"target_layers": [-1, -1]}, "name each layer once"),
+        ({"k": 1}, "greater than or equal to 2"),
         ({"lora": {"rank": 4}}, "lora: the adapters of a draft that reads states are not stored"),
     ],
 )
