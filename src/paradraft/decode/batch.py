@@ -126,6 +126,7 @@ class Batch:
         self._admit_read()
         self.clock.lap("prefill")
         self.prefill.pace.add(0, tokens, seconds=self.clock.last_s["prefill"])
+        self.lengths.read(tokens, self.clock.last_s["prefill"])
 
     def read_along(self, most: int) -> None:
         """Lets the next round read a piece of at most `most` tokens of the prompts in prefill too."""
@@ -192,10 +193,9 @@ class Batch:
         self.clock.skip()
         output = self.round()
         seconds = self.clock.last_s
-        time = RoundTime(
-            draft_s=seconds.get("draft", 0.0), verify_s=seconds["verify"],
-            other_s=seconds.get("other", 0.0),  # of the previous round
-        )  # fmt: skip
+        # The rest was of the previous round.
+        draft_s, other_s = (seconds.get(part, 0.0) for part in ("draft", "other"))
+        time = RoundTime(draft_s=draft_s, verify_s=seconds["verify"], other_s=other_s)
         self.lengths.observe(output, None if read or self._behind else time)
         self.clock.count(output)
         rows = max(sum(map(bool, output.tokens)), 1)

@@ -109,6 +109,13 @@ class Target:
         """
         return end_of_turn(self.tokenizer) in self.named_ends
 
+    def relative_work(self, models: Iterable[CausalLM]) -> float:
+        """Work of reading a token with other models, relative to the target's: that of their weights between embedding
+        and head. Layers of the target itself have read it."""
+        own, *others = (_hidden_weights(lm) for lm in (self.lm, *models))
+        work = sum(size for weights in others for weight, size in weights.items() if weight not in own)
+        return work / max(sum(own.values()), 1)
+
     def start(
         self,
         reserved_tokens: Iterable[int] = (),
@@ -244,3 +251,9 @@ class Target:
 def gathered(states_BMD: Tensor, rows_BR: Tensor) -> Tensor:
     """The states `[B, R, D]` at indices `rows_BR` of each row."""
     return states_BMD.gather(1, rows_BR[:, :, None].expand(-1, -1, states_BMD.shape[2]))
+
+
+def _hidden_weights(lm: CausalLM) -> dict[int, int]:
+    """Sizes of a model's weights between embedding and head, by `id()`."""
+    weights = lm.model.named_parameters()
+    return {id(each): each.numel() for name, each in weights if "embed" not in name and "lm_head" not in name}

@@ -49,6 +49,9 @@ class LengthPolicy(Protocol):
     def join(self, requests: Sequence[Request]) -> None:
         """Adds rows after the others."""
 
+    def read(self, tokens: int, seconds: float) -> None:
+        """Learns from a prefill of the target."""
+
     def next(self) -> list[int]:
         """Largest draft depth of each row in the next round, at most `k`; 0 decodes plainly."""
 
@@ -83,6 +86,9 @@ class Fixed:
     def join(self, requests: Sequence[Request]) -> None:
         """Counts the rows."""
         self._rows += len(requests)
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """Does nothing."""
 
     def next(self) -> list[int]:
         """The same for every row."""
@@ -158,6 +164,8 @@ POLICIES: dict[str, Callable[[int], LengthPolicy]] = {
 """Policies by name; each is constructed from K."""
 
 
-def length_policy(name: str, k: int, drafter: Traits) -> LengthPolicy:
-    """The policy of this name for a drafter with these traits."""
-    return ValuedDrafts(k) if name == "expected" and drafter.estimates else POLICIES[name](k)
+def length_policy(name: str, k: int, drafter: Traits, *, reading: float) -> LengthPolicy:
+    """The policy of this name for a drafter with these traits; for `reading` see `Expected`."""
+    if name != "expected":
+        return POLICIES[name](k)
+    return ValuedDrafts(k) if drafter.estimates else Expected(k, one_by_one=drafter.drafts_one_by_one, reading=reading)

@@ -40,7 +40,8 @@ class Expected:
 
     The nodes of a draft are ordered, the best first, so a draft of n nodes is the first n. If node i is accepted in a
     share a_i of rounds, a round in which row r drafts n_r nodes yields Σ_r (1 + a_1 + … + a_(n_r)) tokens, each row
-    with its own shares. Drafted are the nodes whose share reaches a threshold, the same for all rows: the one with the
+    with its own shares. Drafted are the nodes whose share reaches a threshold, the same for all rows, and, of a drafter
+    that runs a pass for each token of the longest draft, those up to a depth: threshold and depth are those with the
     most expected tokens per second. Drafting begins when that is `GAIN` times the rate without a draft, and goes on
     while it is higher.
 
@@ -49,7 +50,14 @@ class Expected:
     Exploration: other plans are tried for a round, as long as the time lost stays within `EXPLORE` of all time. A trial
     that pays loses nothing, so another follows at once. The first trial of an engine may be disturbed or unlucky, so
     the first three are short and do not wait until their losses are recovered. Neither do a few plain rounds before a
-    plan with drafts, if hardly any were timed: the first after a prompt may be slow. Statistics stay for later batches.
+    plan with drafts, if hardly any were timed: the first after a prompt may be slow. A trial for which the drafter
+    reads long texts waits until its time is a small part of that since the last one, unless its row may win more.
+    Statistics stay for later batches.
+
+    Args:
+        k: most tokens of a draft.
+        one_by_one: see `RoundCosts`.
+        reading: see `RoundCosts`.
     """
 
     wants_confidence = False
@@ -62,6 +70,9 @@ class Expected:
     """Largest expected number of remaining tokens of an answer: many end before their limit."""
     EXPLORE = 0.015
     """The share of all time that trials of other plans may lose."""
+    WIN = 0.3
+    """Share of a row's plain rounds that drafts may save. In a batch of R rows a round is worth 1/R of its time to one
+    of them, and drafts pay 1/R times as often, because its pass has less room."""
     ALMOST = 0.85
     """The best plan with drafts is tried as a whole if its rate is at least this share of plain decoding's."""
     EARLY_TRIES = 3
@@ -77,16 +88,19 @@ class Expected:
     EVERY = 6
     """Rounds with drafts after which the plan is recomputed, as it is after trials and when rows join or leave."""
     CANDIDATES = 12
-    """Number of thresholds compared."""
+    """Number of thresholds compared; for each of many depths fewer, …"""
+    FEWEST = 4
+    """… but at least this."""
 
-    def __init__(self, k: int) -> None:
+    def __init__(self, k: int, *, one_by_one: bool = False, reading: float = 0.0) -> None:
         self.k = k
-        self._costs = RoundCosts()
+        self._one_by_one = one_by_one
+        self._costs = RoundCosts(one_by_one=one_by_one, reading=reading)
         self._acceptance = AcceptanceShares(k, is_chain=True)
         self._lost_s = 0.0
         self._is_timed = True
         """Whether the time of the last round was known: of those that read prompts it is not."""
-        self._early_tries = 0
+        self._early_tries = self._since_try = 0
         self.start(None, is_ragged=True)
 
     def start(self, tree: Tree | None, *, is_ragged: bool) -> None:
@@ -96,7 +110,7 @@ class Expected:
             self._acceptance = AcceptanceShares(most, is_chain=is_chain)
         self._acceptance.start()
         self._costs.is_ragged = is_ragged
-        self._rows = self._age = self._number_of_tries = self._since_try = 0
+        self._rows = self._age = self._number_of_tries = 0
         self._unread: list[int] = []
         """By row, the tokens committed since it last drafted, its prompt's included if it never did."""
         self._room: list[int] = []
@@ -145,8 +159,15 @@ class Expected:
         return self._requested if self._acceptance.is_chain else [self.k if nodes else 0 for nodes in self._requested]
 
     def _is_early(self, plan: NodeBudget) -> bool:
-        """Whether the next trial is one of the first `EARLY_TRIES`, from a plan without drafts."""
-        return self._early_tries < self.EARLY_TRIES and not any(plan.nodes)
+        """Whether the next trial is one of the first `EARLY_TRIES`, from a plan without drafts, and may pay."""
+        return self._early_tries < self.EARLY_TRIES and not any(plan.nodes) and self._may_row_pay(plan)
+
+    def _may_row_pay(self, plan: NodeBudget) -> bool:
+        """Whether drafts in one row more would pay if all of them were accepted, as far as times are known."""
+        if any(plan.nodes) or not self._costs.knows_drafts:
+            return True
+        seconds = ((nodes, self._costs.seconds(self._rows, [nodes], nodes)) for nodes in (1, self._acceptance.most))
+        return any((self._rows + nodes) / of_round > plan.rate for nodes, of_round in seconds)
 
     def _is_doubtful(self, plan: NodeBudget) -> bool:
         """Whether a plan drafts because of few plain rounds."""
@@ -155,34 +176,50 @@ class Expected:
         return plan.rate * self._costs.seconds(self._rows, [], 0) < self.SURE * self._rows
 
     def _begin_try(self, plan: NodeBudget) -> None:
-        """Checks a doubtful plan by plain rounds. Else tries the most nodes in one row; every other time no drafts at
-        all if some row drafts, and otherwise the best plan with drafts if it is nearly as good. The first round of a
-        trial is not timed, so some have two."""
+        is_early = self._is_early(plan)
+        nodes, rounds = self._trial_of(plan, is_early=is_early)
+        if self._is_affordable(nodes, plan):
+            self._try, self._rounds_of_try = nodes, rounds
+            self._number_of_tries, self._since_try = self._number_of_tries + 1, 0
+            self._early_tries += is_early
+
+    def _trial_of(self, plan: NodeBudget, *, is_early: bool) -> tuple[tuple[int, ...], int]:
+        """Checks a doubtful plan by plain rounds. Else tries the most nodes in one row, fewer if one row cannot pay;
+        every other time no drafts at all if some row drafts, and otherwise the best plan with drafts if it is nearly
+        as good. The first round of a trial is not timed, so some have two."""
         trial = self._number_of_tries
-        self._number_of_tries += 1
-        self._since_try = 0
         short = [row for row, nodes in enumerate(plan.nodes) if nodes < self._acceptance.most]
         if self._is_doubtful(plan):
-            self._try, self._rounds_of_try = (0,) * self._rows, self.CHECK_ROUNDS
-        elif any(plan.nodes) and (trial % 2 or not short):
-            self._try, self._rounds_of_try = (0,) * self._rows, 2
-        elif self._almost is not None and trial % 2 and self._is_affordable(self._almost, plan):
-            self._try, self._rounds_of_try = self._almost.nodes, 2
-        else:
-            # Usually the row in which that costs least.
-            is_usual = (trial + 1) % 6
-            tried_row = min(short, key=self._unread.__getitem__) if is_usual else short[trial // 6 % len(short)]
-            is_early = self._is_early(plan)
-            self._early_tries += is_early
-            most = max(self._acceptance.most // self.EARLY_SHARE, 1) if is_early else self._acceptance.most
-            self._try = tuple(most if row == tried_row else before for row, before in enumerate(plan.nodes))
-            is_long = is_early or not self._costs.knows_drafts or trial % 8 == 0
-            self._rounds_of_try = 2 if is_long else 1
+            return (0,) * self._rows, self.CHECK_ROUNDS
+        if any(plan.nodes) and (trial % 2 or not short):
+            return (0,) * self._rows, 2
+        if self._almost is not None and trial % 2 and self._is_affordable(self._almost.nodes, plan):
+            return self._almost.nodes, 2
+        # Usually the row in which that costs least.
+        is_usual = (trial + 1) % 6
+        tried_row = min(short, key=self._unread.__getitem__) if is_usual else short[trial // 6 % len(short)]
+        is_short = is_early or not self._may_row_pay(plan)
+        most = max(self._acceptance.most // self.EARLY_SHARE, 1) if is_short else self._acceptance.most
+        is_long = is_early or not self._costs.knows_drafts or trial % 8 == 0
+        nodes = tuple(most if row == tried_row else before for row, before in enumerate(plan.nodes))
+        return nodes, 2 if is_long else 1
 
-    def _is_affordable(self, trial: NodeBudget, plan: NodeBudget) -> bool:
-        """Whether the texts that a trial reads take no longer than a round, or losses are recovered."""
-        begin = (unread for row, unread in enumerate(self._unread) if trial.nodes[row] and row not in self._drafting)
-        return self._lost_s <= 0.0 or self._reading_s * sum(begin) <= plan.seconds
+    def _is_affordable(self, trial: Sequence[int], plan: NodeBudget) -> bool:
+        """Whether the texts that a trial reads take no longer than a round, or than trials may lose in the time since
+        the last one, or each no longer than its row may win."""
+        reading = {
+            row: self._reading_s * self._unread[row] / plan.seconds
+            for row, nodes in enumerate(trial)
+            if nodes and row not in self._drafting
+        }
+        if sum(reading.values()) <= max(1.0, self.EXPLORE * self._since_try):
+            return True
+        most = self.WIN / self._rows**2
+        return all(rounds <= most * min(self._room[row], self.MOST_LEFT) for row, rounds in reading.items())
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """See `LengthPolicy`."""
+        self._costs.read(tokens, seconds)
 
     def postpone(self, unread: Mapping[int, int]) -> None:
         """See `LengthPolicy`; the time of reading counts as lost in a trial."""
@@ -199,7 +236,7 @@ class Expected:
         return draft.where(upload(range(draft.tokens.shape[1]), device) < upload(self._requested, device)[:, None])
 
     def _choose(self) -> NodeBudget:
-        """The best plan over all thresholds of the nodes' shares."""
+        """The best plan over all thresholds of the nodes' shares, and depths where these cost time."""
         shares, drafted = self._acceptance.shares(), self._acceptance.drafted_nodes()
         self._reading_s = self._costs.reading_s()
         sums = [list(itertools.accumulate(row, initial=1.0)) for row in shares]
@@ -208,10 +245,12 @@ class Expected:
             return plain
         rising = [[-share for share in row] for row in shares]
         thresholds = sorted({share for row in shares for share in row})
-        plans = []
-        for threshold in thresholds[:: len(thresholds) // self.CANDIDATES + 1]:
-            plans.append(self._plan_of([bisect.bisect_right(row, -threshold) for row in rising], sums, drafted))
-        best = max(plans, key=lambda plan: plan.rate)
+        most = self._acceptance.most
+        depths = range(1, most + 1) if self._one_by_one and self._acceptance.is_chain else [most]
+        step = len(thresholds) // max(self.CANDIDATES // len(depths), self.FEWEST) + 1
+        counts = [[bisect.bisect_right(row, -threshold) for row in rising] for threshold in thresholds[::step]]
+        candidates = {tuple(min(count, depth) for count in of_rows) for depth in depths for of_rows in counts}
+        best = max((self._plan_of(nodes, sums, drafted) for nodes in candidates), key=lambda plan: plan.rate)
         is_better = best.rate > plain.rate * (1.0 if self._drafting else self.GAIN)
         if sum(nodes > 0 for nodes in best.nodes) > self._costs.rows_to_try:
             order = sorted(range(self._rows), key=lambda row: -best.tokens[row])[: self._costs.rows_to_try]
@@ -220,7 +259,7 @@ class Expected:
         self._almost = best if not is_better and best.rate > self.ALMOST * plain.rate else None
         return best if is_better else plain
 
-    def _plan_of(self, nodes: list[int], sums: Sequence[Sequence[float]], drafted: Sequence[float]) -> NodeBudget:
+    def _plan_of(self, nodes: Sequence[int], sums: Sequence[Sequence[float]], drafted: Sequence[float]) -> NodeBudget:
         drafting = [drafted[count] for count in nodes if count]
         seconds = self._costs.seconds(self._rows, drafting, self._depth(nodes))
         tokens = tuple(row[count] for row, count in zip(sums, nodes, strict=True))

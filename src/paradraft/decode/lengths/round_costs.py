@@ -115,17 +115,27 @@ class RoundCosts:
     The drafter's time depends on the number of drafting rows and on the depth, the target's on the number of tokens of
     its pass. A machine may be slower now than when other lengths were tried, and texts grow: so all times are relative
     to that of the target's usual pass.
+
+    Sizes and depths that were never measured are not hoped to be free: a token in a larger pass takes at least as long
+    as in prefills, and a deeper draft its part of the passes where each token has one.
+
+    Args:
+        one_by_one: whether the drafter runs a pass for each token.
+        reading: time in which it reads a token of a prompt, relative to the target's.
     """
 
     DRIFT = 0.3
     """Rate at which a change of the target's usual pass time becomes a change of all times."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, one_by_one: bool = False, reading: float = 0.0) -> None:
+        self._one_by_one, self._reading = one_by_one, reading
         self.is_ragged = True
         """Whether a pass of the target computes no padding; else all rows cost as much as the longest."""
         self._target_s = PassTimes()
         self._draft_s: dict[int, PassTimes] = defaultdict(PassTimes)
         """By number of drafting rows, in powers of two; the size is the depth of the draft."""
+        self._prefills: deque[tuple[int, float]] = deque(maxlen=PassTimes.LAST)
+        """Tokens and times of the target's prefills."""
         self._first: deque[tuple[int, float, int, int]] = deque(maxlen=PassTimes.LAST)
         """Drafts for which the drafter had to read texts: tokens read, time, rows and depth."""
         self._other_s = 0.0
@@ -157,7 +167,7 @@ class RoundCosts:
             nodes: of each drafting row; requires `knows_drafts`, unless there are none.
         """
         more = self._draft_time(len(nodes), depth) if nodes else 0.0
-        return self._target_s.of(self._size(rows, nodes)) + more + self._other_s
+        return self._target_time(self._size(rows, nodes)) + more + self._other_s
 
     def pass_s(self, rows: int, nodes: Sequence[float], *, hopeful: bool = False) -> float:
         """`seconds` without the drafter's; see `PassTimes.hopeful`."""
@@ -168,7 +178,7 @@ class RoundCosts:
         return self.pass_s(rows, []) * self._slowness
 
     def _pass_of(self, size: float, *, drafts: bool, hopeful: bool) -> float:
-        target_s = self._target_s.hopeful(size, drafts=drafts) if hopeful else self._target_s.of(size)
+        target_s = self._target_s.hopeful(size, drafts=drafts) if hopeful else self._target_time(size)
         return target_s + self._other_s
 
     def least_more(self, rows: int, *, hopeful: bool = False) -> float:
@@ -184,11 +194,27 @@ class RoundCosts:
         return self._target_s.largest
 
     def reading_s(self) -> float:
-        """The drafter's prefill time per token."""
+        """The drafter's prefill time per token; before any draft, from the target's."""
         if not self._first or not self._draft_s:
-            return 0.0
+            return self._reading * self._token_s()
         more_s = sum(seconds - self._draft_time(rows, depth) for _, seconds, rows, depth in self._first)
         return max(more_s / sum(tokens for tokens, *_ in self._first), 0.0)
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """Adds a prefill of the target."""
+        self._prefills.append((tokens, seconds / self._slowness))
+
+    def _token_s(self) -> float:
+        """The time of a token in the target's prefills, without that of reading the weights."""
+        if not self._prefills or not self._target_s.points:
+            return 0.0
+        weights_s = self._target_s.points[0][1]
+        more_s = sum(max(seconds - weights_s, 0.0) for _, seconds in self._prefills)
+        return more_s / sum(tokens for tokens, _ in self._prefills)
+
+    def _target_time(self, size: float) -> float:
+        seconds, more = self._target_s.of(size), size - self._target_s.largest
+        return max(seconds, self._target_s.points[-1][1] + more * self._token_s()) if more > 0.0 else seconds
 
     def _size(self, rows: int, nodes: Sequence[float]) -> float:
         return rows + (sum(nodes) if self.is_ragged else rows * max(nodes, default=0))
@@ -206,6 +232,8 @@ class RoundCosts:
 
     def _time_of_group(self, group: int, depth: int) -> float:
         times = self._draft_s[group]
+        if self._one_by_one and len(times.points) == 1:
+            return times.of(depth) * depth / times.largest
         return times.of(depth) * min(depth / times.points[0][0], 1.0)
 
     def learn(
