@@ -169,3 +169,17 @@ def test_siblings_are_as_counted(head: str) -> None:
         assert length["match", "likeliest", *setting] > max(
             length["match", "", *setting], length["match", "match", *setting]
         )
+
+
+def test_the_budget_of_a_batch_is_as_measured() -> None:
+    """Guards the promise that a batch in which drafts do not pay is hardly slower than without them, the first too."""
+    found = raw("batch-budget-qwen2.5-coder-1.5b_epyc-avx512-2cores_2026-11-29")["batches"]
+    expected = []
+    for rows, engines in found.items():
+        speeds = [engines[name][when] for name in ("expected", "by row") for when in ("first", "later")]
+        whole = [engines["expected"][f"{when}_to_last_answer"] for when in ("first", "later")]
+        expected.append([rows, *(f"{value:.2f}x" for value in [*speeds, *whole])])
+        assert min(speeds[:2]) >= 0.97 and all(len(one["runs"]) == 6 for one in engines.values())
+    columns = ("rows", "`expected`, first batch", "second", "by row, first batch", "second")
+    shown = table("benchmarks/README.md", *columns, "`expected`, whole first batch", "whole second")
+    assert shown == expected, "\n".join(f"| {' | '.join(row)} |" for row in expected)
