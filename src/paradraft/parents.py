@@ -23,6 +23,8 @@ def parents_of_chains(batch_size: int, nodes: int, device: torch.device) -> Tens
     return torch.arange(-1, nodes - 1, device=device).repeat(batch_size, 1)
 
 
+BLOCK = -2
+"""In place of a parent: the token is one of a block, whose tokens have consecutive places and all see each other."""
 _cached = lru_cache(maxsize=64)  # tensors are equal as keys only if they are the same object
 
 
@@ -31,43 +33,47 @@ def ancestors(parents_BN: Tensor) -> Tensor:
     """Tree attention mask: each node attends to its ancestors and itself (and to all committed tokens).
 
     Args:
-        parents_BN: `[B, N]` parents, each smaller than its node; -1 is the root, outside the tree.
+        parents_BN: `[B, N]` parents, each smaller than its node; -1 is the root, outside the tree; or `BLOCK`.
 
     Returns:
-        `[B, N, N]` booleans; entry (n, a) is true when a is n or an ancestor of n.
+        `[B, N, N]` booleans; entry (n, a) is true when a is n or an ancestor of n, or both are of the block.
 
     >>> ancestors(torch.tensor([[-1, 0, 0, 2]]))[0].int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+    >>> ancestors(torch.tensor([[-2, -2, -1]]))[0].int().tolist()
+    [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
     """
     B, N = parents_BN.shape
     if is_chain(parents_BN):
         return torch.ones(N, N, dtype=torch.bool, device=parents_BN.device).tril().expand(B, N, N)
     # One more row for the root, which is its own parent and the ancestor of no node.
-    up_BM = torch.nn.functional.pad(torch.where(parents_BN == ABSENT, N, parents_BN), (0, 1), value=N)
+    up_BM = torch.nn.functional.pad(torch.where(parents_BN < 0, N, parents_BN), (0, 1), value=N)
+    is_block_BN = parents_BN == BLOCK
     sees_BMM = torch.eye(N + 1, dtype=torch.bool, device=parents_BN.device).repeat(B, 1, 1)
     for _ in range((N - 1).bit_length()):  # 1, 2, 4, … generations
         sees_BMM = sees_BMM | sees_BMM.gather(1, up_BM[:, :, None].expand(-1, -1, N + 1))
         up_BM = up_BM.gather(1, up_BM)
-    return sees_BMM[:, :N, :N]
+    return sees_BMM[:, :N, :N] | (is_block_BN[:, :, None] & is_block_BN[:, None])
 
 
 @_cached
 def depths(parents_BN: Tensor) -> Tensor:
-    """The depth of each node; a child of the root has depth 0.
+    """The depth of each node; a child of the root has depth 0, a token of a block its place there.
 
-    >>> depths(torch.tensor([[-1, 0, 0, 2]])).tolist()
-    [[0, 1, 1, 2]]
+    >>> depths(torch.tensor([[-1, 0, 0, 2], [-2, -2, -2, -1]])).tolist()
+    [[0, 1, 1, 2], [0, 1, 2, 0]]
     """
     N = parents_BN.shape[1]
     if is_chain(parents_BN):
         return parents_BN + 1
     # One more column for the root, which is its own parent, at distance 0.
-    up_BM = torch.nn.functional.pad(torch.where(parents_BN == ABSENT, N, parents_BN), (0, 1), value=N)
+    up_BM = torch.nn.functional.pad(torch.where(parents_BN < 0, N, parents_BN), (0, 1), value=N)
+    is_block_BN = parents_BN == BLOCK
     steps_BM = (up_BM != N).long()  # from each node up to the one in `up_BM`
     for _ in range((N - 2).bit_length()):  # 1, 2, 4, … generations
         steps_BM = steps_BM + steps_BM.gather(1, up_BM)
         up_BM = up_BM.gather(1, up_BM)
-    return steps_BM[:, :N]
+    return steps_BM[:, :N] + (is_block_BN.cumsum(1) - 1) * is_block_BN
 
 
 @_cached

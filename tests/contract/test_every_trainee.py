@@ -48,6 +48,8 @@ SETTINGS = [
     ("eagle_parallel", {"previous_token_rank": 6, "target_layers": [1]}),
     ("medusa_parallel", {"previous_token_rank": 5, "target_layers": [-1, 1]}),
     ("medusa_parallel", {"previous_token_rank": 5, "reads": "embedding"}),
+    ("dflash", {"layers": 1, "target_layers": [-1], "mask_token_id": 4}),
+    ("dflash", {"previous_token_rank": 5, "draft_vocab_size": 20}),
     ("medusa", {"draft_vocab_size": 12}),
     ("medusa", {"draft_vocab_size": 12, "own_heads": True}),
     ("hydra", {"head_rank": 6}),
@@ -60,6 +62,7 @@ CHAINED = [
     ("eagle", {"own_steps": 3}),
     ("pard", {"previous_token_rank": 4}),
     ("eagle_parallel", {"previous_token_rank": 4}),
+    ("dflash", {"previous_token_rank": 4}),
 ]
 """Settings with which a row reads what was computed for another."""
 EXACT = Runtime(dtype="float64", compiled=False)
@@ -202,7 +205,7 @@ def test_a_resumed_run_equals_a_whole_one(family: Path, tmp_path: Path, name: st
     assert not train(name, stopped)
 
 
-@pytest.mark.parametrize("name", mostly_slow(trainee_names(), quick=["pard", "eagle_parallel", "ppd"]))
+@pytest.mark.parametrize("name", mostly_slow(trainee_names(), quick=["pard", "eagle_parallel", "dflash", "ppd"]))
 def test_a_text_is_memorised(family: Path, tmp_path: Path, name: str) -> None:
     """Guards labels that belong to other rows, and parameters that no gradient reaches."""
     losses: list[float] = []

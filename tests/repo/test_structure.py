@@ -21,6 +21,7 @@ NAMING_FAMILIES = {
     "sources/presets.py": "shapes of known models",
     "sources/gguf_tokenizer.py": "names of tokenizers",
     "drafters/parts/draft_layers.py": "vLLM's EAGLE heads are Mistral's layers",
+    "drafters/parts/block_layers.py": "DFlash's layers are Qwen3's",
 }
 """Files that may name model families."""
 

@@ -18,7 +18,7 @@ from paradraft.core import Committed, Draft
 from paradraft.drafters.parts.draft_loading import load_parallel_lm
 from paradraft.drafters.parts.model_drafter import Config, ModelDrafter
 from paradraft.drafters.parts.one_pass import draft_of_pass
-from paradraft.drafters.parts.pending_states import PendingStates
+from paradraft.drafters.parts.pending_states import PendingVectors
 from paradraft.drafters.parts.previous_token import Correction, PreviousTokenHead, load_head
 from paradraft.formats.pard2 import StateProjection, read_projection
 from paradraft.models.causal_lm import CausalLM
@@ -77,7 +77,7 @@ class Pard2Drafter(ModelDrafter):
         bias = None if states.bias is None else states.scale * states.bias
         self._project = lm.linear(states.scale * states.weight, bias)
         width = lm.model.config.hidden_size
-        self._pending = PendingStates(lm, embed=lm.embed, states_of=self._projected, width=width, joined=torch.add)
+        self._pending = PendingVectors(lm, embed=lm.embed, states_of=self._projected, width=width, joined=torch.add)
         super().__init__(lm, self._pending)
         self.models = (lm,)
         self.reserved_tokens = tuple(masks)

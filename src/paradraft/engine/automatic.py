@@ -9,6 +9,7 @@ import torch
 
 from paradraft.drafters import PLUS, traits_of
 from paradraft.engine.speculation import AUTO, Speculation
+from paradraft.formats.block import is_published_block
 from paradraft.formats.gguf import is_gguf
 from paradraft.formats.head import is_head, kind_of, trained_k
 from paradraft.formats.likely_table import read_table
@@ -31,6 +32,8 @@ FAST = "AVX512"
 are less likely than those from the text, so they pay where they are nearly free."""
 FORCED = "forced"
 """The drafter that drafts what a request's grammar leaves no choice about."""
+BLOCKS = "dflash"
+"""The drafter of published folders whose layers draft a block on the target's states."""
 SHIPPED = "pard"
 """The drafter that is shipped with the pocket target."""
 
@@ -121,6 +124,8 @@ def drafter_of(draft: str) -> str:
     if _is_head(folder):
         return kind_of(folder)
     config = config_of(folder)
+    if is_published_block(config):
+        return BLOCKS
     if declared_mask_id(config) is None:
         return "autoregressive"
     return "pard2" if reads_states(config) else "pard"

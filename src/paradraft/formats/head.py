@@ -119,7 +119,7 @@ def read_head(name: str, kind: str, config: PretrainedConfig) -> Head:
 
 def read_checkpoint(name: str, kind: str | None = None) -> Head:
     """Reads a checkpoint of a drafter (None: of any), not checking its target; raises ValueError as `read_head`."""
-    with _reading(name, kind):
+    with reading(name, kind):
         config, target = _read_config(name, kind)
         weights = {key.removeprefix(BODY): weight for key, weight in load_file(file_of(name, WEIGHTS)).items()}
         return Head(config=config, target=target, weights=weights, name=name)
@@ -127,7 +127,7 @@ def read_checkpoint(name: str, kind: str | None = None) -> Head:
 
 def read_identity(name: str, kind: str) -> TargetIdentity | None:
     """The target in a checkpoint's config; None if it has another format. Raises ValueError as `read_checkpoint`."""
-    with _reading(name, kind):
+    with reading(name, kind):
         config = json.loads(file_of(name, CONFIG).read_bytes())
         return _read_config(name, kind)[1] if isinstance(config, dict) and TARGET in config else None
 
@@ -143,13 +143,13 @@ def is_head(name: str) -> bool:
 
 def kind_of(name: str) -> str:
     """The drafter's name in the config of a checkpoint of this format; raises ValueError as `read_checkpoint`."""
-    with _reading(name, None):
+    with reading(name, None):
         return str(_read_config(name, None)[0].get("model_type"))
 
 
 def trained_k(name: str) -> int | None:
     """Most tokens of a checkpoint's drafts, if its config has it; raises ValueError as `read_checkpoint`."""
-    with _reading(name, None):
+    with reading(name, None):
         config = _read_config(name, None)[0]
     k = config.get("k", config.get("num_heads"))
     return k if type(k) is int and k > 0 else None
@@ -167,7 +167,8 @@ def _read_config(name: str, kind: str | None) -> tuple[dict[str, Any], TargetIde
 
 
 @contextmanager
-def _reading(name: str, kind: str | None) -> Iterator[None]:
+def reading(name: str, kind: str | None) -> Iterator[None]:
+    """Turns errors of files into one line that names the draft."""
     try:
         yield
     except (OSError, SafetensorError, json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:

@@ -70,7 +70,7 @@ def test_a_method_is_known_by_its_label() -> None:
         assert Method.parse(label).name == name
     assert Method.parse("n-gram:max_ngram=3").speculation == Speculation(drafter="ngram:max_ngram=3", lengths="fixed")
     known = {name: label for name in drafter_names() if (label := traits_of(name).label) is not None}
-    assert known == {"autoregressive": "VSD", "pard": "PARD", "pard2": "PARD-2", "ngram": "n-gram"}
+    assert known == {"autoregressive": "VSD", "pard": "PARD", "pard2": "PARD-2", "dflash": "DFlash", "ngram": "n-gram"}
     for name, label in known.items():
         assert Method.parse(label).name == name
         assert Speculation(drafter=label).drafter == name

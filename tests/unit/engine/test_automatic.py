@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from paradraft import load
 from paradraft.cli import main
@@ -43,6 +44,12 @@ def test_a_draft_with_states_drafts_with_them(family: Path, tmp_path: Path) -> N
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"pard2": True, "pard2_target_layers": [-1]}))
     assert drafter_of(str(folder)) == "pard2"
+
+
+def test_a_published_block_is_no_small_model(family: Path, tmp_path: Path) -> None:
+    """Guards folders of DFlash, whose config is Qwen3's."""
+    Qwen3Config(architectures=["DFlashDraftModel"]).save_pretrained(tmp_path)
+    assert drafter_of(str(tmp_path)) == "dflash"
 
 
 @pytest.mark.parametrize("drafter", ["eagle_parallel", "ppd", "pard"])

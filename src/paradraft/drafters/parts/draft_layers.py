@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig, PreTrainedModel
 
 from paradraft.core import Committed
-from paradraft.drafters.parts.pending_states import PendingStates
+from paradraft.drafters.parts.pending_states import PendingVectors
 from paradraft.formats.head import Head
 from paradraft.models.architectures import FAMILIES, head_size, spec_of
 from paradraft.models.causal_lm import CausalLM
@@ -47,7 +47,12 @@ def layers_like(
     config: PretrainedConfig, layers: int, *, dtype: torch.dtype, device: str = "cpu", mistral: bool = False
 ) -> PreTrainedModel:
     """A causal LM with random layers of a target's shape, or `mistral_like`; embedding and output head are not used."""
-    config = mistral_like(config, layers) if mistral else copy.deepcopy(config)
+    return random_layers(mistral_like(config, layers) if mistral else config, layers, dtype=dtype, device=device)
+
+
+def random_layers(config: PretrainedConfig, layers: int, *, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+    """A causal LM with random layers of a config's sizes; embedding and output head are not used."""
+    config = copy.deepcopy(config)
     config.num_hidden_layers = layers
     config.vocab_size = UNUSED_ROWS
     config.tie_word_embeddings = True
@@ -86,7 +91,7 @@ def side_by_side(states: Mapping[int, Tensor]) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-class DraftLayers(PendingStates):
+class DraftLayers(PendingVectors):
     """Draft layers with their KV cache and the pending tokens and states of each row.
 
     Args:

@@ -1,4 +1,4 @@
-"""The committed tokens, and the target's states before them, that a model which reads vectors has not read.
+"""The committed tokens, and the target's states before them, that a draft model has not read.
 
 Shape letters: B rows of a batch, M tokens that a round commits, N pending tokens, K drafted tokens, D width of the
 model, S width of the states.
@@ -41,27 +41,17 @@ class SavedStates:
 class PendingStates:
     """A draft model's KV cache, and the tokens and states of each row that are not in it.
 
+    Subclasses define `_keep`.
+
     Args:
         lm: the model.
-        embed: the embeddings `[…, D]` of token ids `[…]`; arbitrary for absent tokens.
         states_of: the states `[B, M, S]` of committed tokens.
         width: S; 0 if no states are read.
-        joined: maps the embeddings `[…, D]` of tokens and their states `[…, S]` to the model's input `[…, D]`.
         unread: number of leading tokens of a text that are never read.
     """
 
-    def __init__(
-        self,
-        lm: CausalLM,
-        *,
-        embed: Callable[[Tensor], Tensor],
-        states_of: Callable[[Committed], Tensor],
-        width: int,
-        joined: Callable[[Tensor, Tensor], Tensor],
-        unread: int = 0,
-    ) -> None:
-        self.lm, self.joined = lm, joined
-        self._embed, self._states_of, self._unread = embed, states_of, unread
+    def __init__(self, lm: CausalLM, *, states_of: Callable[[Committed], Tensor], width: int, unread: int = 0) -> None:
+        self.lm, self._states_of, self._unread = lm, states_of, unread
         self._tokens = torch.empty(0, 0, dtype=torch.long, device=lm.device)
         self._states = torch.empty(0, 0, width, device=lm.device)
 
@@ -132,7 +122,7 @@ class PendingStates:
 
     def catch_up(self, rows: Sequence[int], most: int) -> dict[int, int]:
         """See `Drafter`; a row that has more than `most` tokens pending is read in pieces."""
-        counts, pieces = self._counts(), [0] * len(self._tokens)
+        counts, pieces = self.counts(), [0] * len(self._tokens)
         behind = [row for row in rows if counts[row] > most]
         for row in behind:
             pieces[row] = min(most, counts[row] - 1)
@@ -140,23 +130,52 @@ class PendingStates:
         self._read_first(pieces)
         return {row: counts[row] - pieces[row] for row in behind}
 
-    def _counts(self) -> list[int]:
+    def counts(self) -> list[int]:
+        """By row, the number of pending tokens."""
         counts: list[int] = (self._tokens != ABSENT).sum(1).tolist()
         return counts
 
     def _read_first(self, counts: Sequence[int]) -> None:
         """Reads and keeps the first pending tokens of each row."""
-        most = max(counts, default=0)
-        if not most:
-            return
-        vectors_BND = self.joined(self._embed(self._tokens[:, :most]), self._states[:, :most])
-        self.lm.prefill([[0] * (count + 1) if count else [] for count in counts], vectors=vectors_BND)
-        self._drop(counts)
+        if max(counts, default=0):
+            self._keep(counts)
+            self._drop(counts)
+
+    def _keep(self, counts: Sequence[int]) -> None:
+        """Writes keys and values of the first pending tokens of each row into the cache; not all counts are 0."""
+        raise NotImplementedError
 
     def _drop(self, counts: Sequence[int]) -> None:
         places_1N = torch.arange(self._tokens.shape[1], device=self._tokens.device)[None]
         self._tokens = self._tokens.masked_fill(places_1N < upload(counts, self._tokens.device)[:, None], ABSENT)
         self._tidy()
+
+
+class PendingVectors(PendingStates):
+    """Pending tokens and states of a model that reads vectors made of both.
+
+    Args:
+        embed: the embeddings `[…, D]` of token ids `[…]`; arbitrary for absent tokens.
+        joined: maps the embeddings `[…, D]` of tokens and their states `[…, S]` to the model's input `[…, D]`.
+    """
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        *,
+        embed: Callable[[Tensor], Tensor],
+        states_of: Callable[[Committed], Tensor],
+        width: int,
+        joined: Callable[[Tensor, Tensor], Tensor],
+        unread: int = 0,
+    ) -> None:
+        super().__init__(lm, states_of=states_of, width=width, unread=unread)
+        self._embed, self.joined = embed, joined
+
+    def _keep(self, counts: Sequence[int]) -> None:
+        most = max(counts)
+        vectors_BND = self.joined(self._embed(self._tokens[:, :most]), self._states[:, :most])
+        self.lm.prefill([[0] * (count + 1) if count else [] for count in counts], vectors=vectors_BND)
 
     def read(
         self, lengths: Sequence[int], masks: MasksOf | None = None, hidden_layers: Sequence[int] = ()
@@ -173,7 +192,7 @@ class PendingStates:
             Both are undefined beyond a row's length.
         """
         device, k = self.lm.device, max(lengths) if masks else 1
-        counts = [count if length else 0 for count, length in zip(self._counts(), lengths, strict=True)]
+        counts = [count if length else 0 for count, length in zip(self.counts(), lengths, strict=True)]
         if max(counts) + k > self.lm.width:
             self._read_first([max(count - 1, 0) for count in counts])
             counts = [min(count, 1) for count in counts]

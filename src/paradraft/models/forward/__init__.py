@@ -71,7 +71,7 @@ class Forward(Protocol):
             storage: the cache.
             lengths: cached tokens of each row.
             tokens_BN: `[B, N]` token ids, at most E + P - 1; below 0 where a row has fewer.
-            parents_BN: `[B, N]` parents in the draft tree, -1 for the last cached token.
+            parents_BN: `[B, N]` parents in the draft tree, -1 for the last cached token, or `paradraft.parents.BLOCK`.
             logit_rows: `[B, R]` indices of the tokens whose logits are wanted, in C++ also -1 for none, whose logits
                 are undefined; R = 0 in prefill.
             hidden_layers: whose states are wanted, numbered as in `output_hidden_states` of `transformers`: 0 for the

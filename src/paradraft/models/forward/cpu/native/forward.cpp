@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "batch.h"
 #include "gemm.h"
 #include "team.h"
 
@@ -40,19 +41,6 @@ struct Model {
     // Whether nothing is rounded but float32 arithmetic, whatever the weights are: what other passes are compared with. The
     // cache is float32 then.
     int64_t is_exact;
-};
-
-struct Batch {
-    int64_t rows, tokens, wanted, slots; // B, N, R and the slots of a row's cache
-    const int64_t *ids, *parents;        // [B, N]; below 0: absent, and the last token kept
-    const int64_t *lengths, *places;     // [B] tokens kept; [B, R] whose logits are wanted, -1 for none
-    void* const* keys;                   // of each layer [B, slots, kv_heads, head_size]
-    void* const* values;
-    float* logits; // [B, R, outputs of the head]; 0 where the token is absent
-    const float* vectors; // [B, N, hidden_size] in place of embeddings; null if there are none
-    // Where states [B, N, hidden_size] go: the embeddings, the output of each layer, and that of the final norm; null where
-    // a layer's are not wanted, and null as a whole where none are.
-    float* const* states;
 };
 
 constexpr int64_t FEW_TOKENS = 16; // whose norms take no longer than it takes to share them out
@@ -101,23 +89,14 @@ struct Rounding {
 struct Scratch {
     std::vector<float> hidden, last_hidden, projected, gates, scores;
     std::vector<float> normed, attended, intermediate, wanted; // what products read, as float or as bfloat16
-    std::vector<int32_t> ancestors;
-    std::vector<int64_t> depths;
+    std::vector<int32_t> seen;
+    std::vector<int64_t> depths, counts;
     std::vector<int64_t> places;           // [C] where in [B, N] each token is
     std::vector<int64_t> numbers;          // [B, N] which token is there; -1 for none
     std::vector<int64_t> outputs, missing; // where in [B, R] the wanted logits go, and where there is no token
     Chosen all, last;                      // tokens of a layer, and of the last one
     Rounding rounding;
 };
-
-/// How many slots a row has kept, which all its tokens see; the new ones are written after.
-static int64_t kept_of(const Batch& batch, int64_t row) { return std::min(batch.lengths[row], batch.slots - 1); }
-
-/// Where a new token, or its position, is. A row that has ended is read on with the others; past the room
-/// its tokens take the last slot, which no other token sees.
-static int64_t within(const Batch& batch, int64_t row, int64_t place) {
-    return std::min(kept_of(batch, row) + place, batch.slots - 1);
-}
 
 /// Whether all indices are within what they index; a wrong one would be read or written as it is.
 static bool is_sound(const Model& model, const Batch& batch) {
@@ -161,23 +140,6 @@ static void choose(const Batch& batch, Scratch& scratch) {
     last_first.push_back(last_tokens.size());
 }
 
-/// For each token its depth and, of the new tokens, the slots of its ancestors and its own.
-struct Ancestors {
-    int64_t* depths; // [C]
-    int32_t* slots;  // [C, N]
-};
-
-static void find(const Batch& batch, const std::vector<int64_t>& places, const Ancestors& ancestors) {
-    for (size_t token = 0; token < places.size(); token++) {
-        int64_t row = places[token] / batch.tokens, self = places[token] % batch.tokens, depth = 0;
-        const int64_t* parents = batch.parents + row * batch.tokens;
-        for (int64_t up = parents[self]; up >= 0; up = parents[up]) depth++;
-        ancestors.depths[token] = depth;
-        for (int64_t up = self; up >= 0; up = parents[up])
-            ancestors.slots[token * batch.tokens + depth--] = within(batch, row, up);
-    }
-}
-
 /// Writes the keys and values of a thread's share of the tokens into the cache, and turns its queries.
 template <class Stored>
 static void place(
@@ -219,7 +181,7 @@ static void group(const Model& model, Chosen& chosen) {
 /// Attention of a thread's share of all groups of queries of the chosen tokens.
 template <class Stored, class Input>
 static void attend_all(
-    const Model& model, const Batch& batch, int64_t number, const Ancestors& ancestors, const Chosen& chosen,
+    const Model& model, const Batch& batch, int64_t number, const Seen& seen, const Chosen& chosen,
     const float* projected, Input* attended, float* scores, Span share
 ) {
     int64_t size = model.head_size, heads = model.heads, kv_heads = model.kv_heads, sharing = heads / kv_heads;
@@ -234,8 +196,8 @@ static void attend_all(
             int64_t query = some.first + i, to = first + query / sharing;
             int64_t from = chosen.tokens[to], h = kv_head * sharing + query % sharing;
             queries[i] = {
-                projected + (from * (heads + 2 * kv_heads) + h) * size, ancestors.slots + from * batch.tokens,
-                ancestors.depths[from] + 1, scores + i * room, attended + (to * heads + h) * size,
+                projected + (from * (heads + 2 * kv_heads) + h) * size, seen.slots + from * batch.tokens,
+                seen.counts[from], scores + i * room, attended + (to * heads + h) * size,
             };
         }
         int64_t offset = (row * batch.slots * kv_heads + kv_head) * size;
@@ -342,8 +304,8 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
     Input* normed = grown<float, Input>(scratch.normed, most * hidden_size);
     Input* attended = grown<float, Input>(scratch.attended, most * heads_width);
     Input* intermediate = grown<float, Input>(scratch.intermediate, most * model.intermediate);
-    Ancestors ancestors = {grown(scratch.depths, count), grown(scratch.ancestors, count * batch.tokens)};
-    find(batch, scratch.places, ancestors);
+    Seen seen = {grown(scratch.depths, count), grown(scratch.counts, count), grown(scratch.seen, count * batch.tokens)};
+    find(batch, scratch.places, scratch.numbers, seen);
     bool is_last_whole = batch.states && (batch.states[model.layers] || batch.states[model.layers + 1]);
 
     Team::run(threads, [&](Team& team) {
@@ -390,7 +352,7 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
             const Chosen& chosen = number + 1 < model.layers || is_last_whole ? all : last;
             team.each(chosen.groups.back(), 1, [&](Span groups, int worker) {
                 float* scores = all_scores + worker * room;
-                attend_all<Stored>(model, batch, number, ancestors, chosen, projected, attended, scores, groups);
+                attend_all<Stored>(model, batch, number, seen, chosen, projected, attended, scores, groups);
             });
             if (&chosen == &last) {
                 for (int64_t at = 0; at < wanted; at++)

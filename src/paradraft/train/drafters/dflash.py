@@ -1,0 +1,229 @@
+"""Training of block drafters on the target's states (DFlash, Chen et al. 2026); see `paradraft.drafters.dflash`.
+
+Blocks are causal, and their anchor drafts the first token, so rows are PARD's (`rows.py`) without the real tokens
+between: a row is the anchor or a mask after it, and sees the rows before it in its chain and the target's states before
+the anchor. COD may drop the later ones.
+
+Shape letters as in `heads.py`; H key/value heads, d head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import Cache, PretrainedConfig, PreTrainedModel
+
+from paradraft.drafters.parts.block_layers import block_model, norm_of_states, rotated
+from paradraft.drafters.parts.previous_token import MOST_RANK, new_head
+from paradraft.formats.block import BlockSettings
+from paradraft.models.architectures import head_size
+from paradraft.models.forward import FINAL_NORM
+from paradraft.sources.loading import load_config, locate
+from paradraft.train import memory
+from paradraft.train.drafters.heads import HeadObjective, HeadTrainee, check_memory
+from paradraft.train.drafters.output_heads import DraftHeadRecipe, trimmed_target
+from paradraft.train.objectives.batch import Drop, TrainingBatch
+from paradraft.train.objectives.objective import corrected
+from paradraft.train.objectives.rows import FLEX, as_mask
+from paradraft.train.objectives.teacher import Teacher
+from paradraft.train.recipe import Part
+from paradraft.train.trainee import RunData
+
+MOST_LAYERS = 5
+"""Layers of the target whose states are read by default, as in DFlash."""
+THETA = 1e4
+"""Base of rotary positions where the target's layers have several."""
+CONTEXT = -1
+"""In place of a depth: the key is a state of the target."""
+
+
+class DFlashRecipe(DraftHeadRecipe):
+    """Settings of `paradraft train dflash`."""
+
+    PARTS = (
+        *DraftHeadRecipe.PARTS,
+        Part(
+            settings=("r", "r_min", "depth_weights", "previous_token_rank"),
+            wanted="k=2 or more",
+            is_on=lambda recipe: recipe.k > 1,
+        ),
+    )
+
+    layers: int = Field(default=2, ge=1, description="layers, of Qwen3's kind in the target's size")
+    target_layers: list[int] | None = Field(
+        default=None,
+        min_length=1,
+        description="target layers whose states are read: 0 for the embeddings, i after the i-th layer, -1 after the "
+        "final norm; by default up to 5, evenly from the second to the third from the end",
+    )
+    mask_token_id: int | None = Field(
+        default=None, ge=0, description="token whose embedding the masks have; by default the one that ends texts"
+    )
+    r: float = Field(default=1.0, gt=0, le=1, description="COD: rows kept from position to position; 1 keeps all")
+    r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any position")
+    previous_token_rank: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_RANK,
+        description="rank of the head that gives each mask the tokens drafted before it; 0: none",
+    )
+
+    @model_validator(mode="after")
+    def _check_passes(self) -> Self:
+        if self.gradient_checkpointing:
+            raise ValueError("gradient_checkpointing: passes over blocks are not computed twice, leave it out")
+        return self
+
+    def layers_of(self, config: PretrainedConfig) -> list[int]:
+        """The target's layers whose states are read; raises ValueError if it has not all of them."""
+        most = config.num_hidden_layers
+        if self.target_layers is None:
+            first, last = min(2, most), max(most - 2, 1)
+            count = min(MOST_LAYERS, abs(last - first) + 1)
+            return sorted({round(first + (last - first) * i / max(count - 1, 1)) for i in range(count)})
+        if wrong := [layer for layer in self.target_layers if not FINAL_NORM <= layer <= most]:
+            raise ValueError(f"target_layers: model {self.model!r} has no layer {wrong[0]}, use {FINAL_NORM} to {most}")
+        if len(set(self.target_layers)) < len(self.target_layers):
+            raise ValueError(f"target_layers={self.target_layers}: name each layer once")
+        return self.target_layers
+
+    def settings_of(self, config: PretrainedConfig, data: RunData) -> BlockSettings:
+        """The settings of the drafter for a target; raises ValueError as `layers_of`."""
+        mask = self.mask_token_id
+        if mask is None:
+            ends = data.tokenizer.eos_token_id
+            mask = 0 if ends is None else int(ends)
+        if mask >= config.vocab_size:
+            raise ValueError(f"mask_token_id={mask}: model {self.model!r} has {config.vocab_size} tokens")
+        names = (
+            "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+            "rms_norm_eps",
+        )  # fmt: skip
+        sizes = {name: getattr(config, name) for name in names} | {"head_dim": head_size(config)}
+        theta = config.rope_parameters.get("rope_theta", THETA)
+        return BlockSettings(
+            sizes=sizes | {"rope_parameters": {"rope_type": "default", "rope_theta": theta}},
+            layers=self.layers,
+            target_layers=tuple(self.layers_of(config)),
+            mask_token_id=mask,
+            k=self.k,
+            causal=True,
+            anchor_first=True,
+        )
+
+
+class ContextCache(Cache):
+    """Keys and values `[S, H, N, d]` of each layer that all rows of a pass may see before their own."""
+
+    def __init__(self, context: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__(layers=[])
+        self._context = context
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, cache_kwargs: object = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns them with those of the rows behind."""
+        keys, values = self._context[layer_idx]
+        return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
+
+
+class DFlash(HeadObjective):
+    """The layers in training, and their loss."""
+
+    def __init__(
+        self, target: Teacher, recipe: DFlashRecipe, settings: BlockSettings, *, on_gpu: bool, bf16: bool = False
+    ) -> None:
+        super().__init__(target, recipe, bf16=bf16)
+        self.target_layers = list(settings.target_layers)
+        width, count = settings.width, len(settings.target_layers)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe.seed)
+            model = block_model(settings, dtype=torch.float32)
+            body: Any = model.model
+            body.apply(model._init_weights)
+            self.fc = nn.Linear(count * width, width, bias=False)
+        recipe.set_up_passes(model, on_gpu=on_gpu)
+        model.requires_grad_(True)
+        self.hidden_norm = norm_of_states(settings)
+        self.layers, self.norm = body.layers, body.norm
+        rank = recipe.previous_token_rank if recipe.k > 1 else 0
+        self.previous = new_head(target.model, rank, seed=recipe.seed) if rank else None
+        self._model = (model,)  # hidden from `nn.Module`: only parameters of its layers and norm are trained
+
+    def hidden(self, batch: TrainingBatch, read_SNX: Tensor) -> Tensor:
+        """Returns the layers' output for each row."""
+        (model,) = self._model
+        dtype = self.fc.weight.dtype
+        embed = self.target.model.get_input_embeddings()
+        hidden_SRD: Tensor = model.model(
+            inputs_embeds=embed(batch.tokens).to(dtype),
+            attention_mask=block_mask(batch, model),
+            position_ids=batch.positions,
+            past_key_values=ContextCache(self._context(batch, self.hidden_norm(self.fc(read_SNX.to(dtype))))),
+            use_cache=True,
+        ).last_hidden_state
+        if self.previous is None:
+            return hidden_SRD
+        return corrected(self.previous, hidden_SRD, batch, embed(batch.texts.tokens).to(dtype))
+
+    def _context(self, batch: TrainingBatch, states_SND: Tensor) -> list[tuple[Tensor, Tensor]]:
+        (model,) = self._model
+        body: Any = model.model
+        angles = body.rotary_emb(states_SND, batch.texts.positions)
+        context = []
+        for layer in body.layers:
+            own, d = layer.self_attn, model.config.head_dim
+            keys, values = (project(states_SND).unflatten(-1, (-1, d)) for project in (own.k_proj, own.v_proj))
+            context.append((rotated(own.k_norm(keys), angles).transpose(1, 2), values.transpose(1, 2)))
+        return context
+
+
+def may_attend(
+    anchor: Tensor, depth: Tensor, document: Tensor, other_anchor: Tensor, other_depth: Tensor, other_document: Tensor
+) -> Tensor:
+    """Whether a row attends to a key: to a state (of depth `CONTEXT`) before its anchor, and to its chain up to itself.
+
+    Of a state, `other_anchor` is its position.
+    """
+    context = (other_depth == CONTEXT) & (other_anchor < anchor)
+    chain = (other_depth != CONTEXT) & (other_anchor == anchor) & (other_depth <= depth)
+    return (document == other_document) & (context | chain)
+
+
+def block_mask(batch: TrainingBatch, model: PreTrainedModel) -> Tensor | BlockMask:
+    """Attention mask of rows over the N states of the texts and the R rows: `[S, 1, R, N + R]`, or a block mask."""
+    rows, texts = batch.rows, batch.texts
+    own = rows.anchor, rows.depth, rows.document
+    of_states = texts.positions, torch.full_like(texts.positions, CONTEXT), texts.documents
+    keys = [torch.cat(pair, dim=1) for pair in zip(of_states, own, strict=True)]
+    (S, R), both = rows.position.shape, keys[0].shape[1]
+    if model.config._attn_implementation == FLEX:
+
+        def sees(group: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return may_attend(*(part[group, query] for part in own), *(part[group, key] for part in keys))
+
+        return create_block_mask(sees, S, None, R, both, device=rows.position.device)
+    return as_mask(may_attend(*(part[:, :, None] for part in own), *(part[:, None] for part in keys)), model)
+
+
+def build(recipe: DFlashRecipe, data: RunData) -> HeadTrainee:
+    """Checks the memory, then loads the target. See `Builder`."""
+    config = load_config(locate(recipe.model, "target"))
+    settings = recipe.settings_of(config, data)
+    shape = block_model(settings, dtype=torch.float32, device="meta")
+    width, rank = settings.width, recipe.previous_token_rank
+    trained = memory.parameters_of(shape) + len(settings.target_layers) * width**2 + rank * (3 * width + rank)
+    drop = Drop(k=recipe.depths, r=recipe.r, r_min=recipe.r_min, mask_id=settings.mask_token_id)
+    rows = sum(max(drop.r**depth, drop.r_min) for depth in range(drop.k))
+    kept = memory.kept_by_layers(recipe, shape.config, bf16=data.bf16) + 4.0 * 6 * width
+    needed = check_memory(recipe, data, trained=trained, kept=kept, rows_per_token=rows, attended_per_token=rows + 1)
+    target = trimmed_target(recipe, data)
+    objective = DFlash(target, recipe, settings, on_gpu=data.device.type == "cuda", bf16=data.bf16).to(data.device)
+    entries = settings.entries()
+    if objective.previous is not None:
+        entries |= {"previous_token_rank": rank}
+    return HeadTrainee("dflash", recipe, objective, entries, drop, needed)
