@@ -201,8 +201,9 @@ class RoundCosts:
         return max(more_s / sum(tokens for tokens, *_ in self._first), 0.0)
 
     def read(self, tokens: int, seconds: float) -> None:
-        """Adds a prefill of the target."""
-        self._prefills.append((tokens, seconds / self._slowness))
+        """Adds a prefill of the target; nothing is read of prompts of one token, or of a known prefix."""
+        if tokens:
+            self._prefills.append((tokens, seconds / self._slowness))
 
     def _token_s(self) -> float:
         """The time of a token in the target's prefills, without that of reading the weights."""

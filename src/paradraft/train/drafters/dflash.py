@@ -20,10 +20,11 @@ from transformers import Cache, PretrainedConfig, PreTrainedModel
 from paradraft.drafters.parts.block_layers import block_model, norm_of_states, rotated
 from paradraft.drafters.parts.previous_token import MOST_RANK, new_head
 from paradraft.formats.block import BlockSettings
-from paradraft.models.architectures import head_size
+from paradraft.models.architectures import head_size, spec_of
 from paradraft.models.forward import FINAL_NORM
 from paradraft.sources.loading import load_config, locate
 from paradraft.train import memory
+from paradraft.train.drafters.draft_layers import UNSURE
 from paradraft.train.drafters.heads import HeadObjective, HeadTrainee, check_memory
 from paradraft.train.drafters.output_heads import DraftHeadRecipe, trimmed_target
 from paradraft.train.objectives.batch import Drop, TrainingBatch
@@ -140,12 +141,14 @@ class DFlash(HeadObjective):
         super().__init__(target, recipe, bf16=bf16)
         self.target_layers = list(settings.target_layers)
         width, count = settings.width, len(settings.target_layers)
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(recipe.seed)
             model = block_model(settings, dtype=torch.float32)
             body: Any = model.model
             body.apply(model._init_weights)
             self.fc = nn.Linear(count * width, width, bias=False)
+            base: Any = target.model.model
+            body.norm.weight.copy_(UNSURE * (base.norm.weight + spec_of(target.model.config).norm_offset))
         recipe.set_up_passes(model, on_gpu=on_gpu)
         model.requires_grad_(True)
         self.hidden_norm = norm_of_states(settings)

@@ -51,7 +51,7 @@ class Simulated:
         self.unread, self.reading_s = list(prompts or [1] * rows), reading_s
         policy.start(None, is_ragged=True)
         if prompts:
-            policy.read(sum(prompts), target_s(sum(prompts)))
+            policy.read(sum(prompts) - rows, target_s(sum(prompts)))
         policy.join(requests([[1] * count for count in self.unread]))
 
     def run(self, rounds: int, chances: Sequence[float], *, deepest: int = 99) -> None:
@@ -242,6 +242,14 @@ def test_a_first_batch_reads_one_prompt_for_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Expected, "_is_affordable", lambda self, trial, plan: True)
     drafted, speed = first_batch(long, 0)
     assert drafted == [2] and speed < 0.96
+
+
+def test_prompts_that_need_no_reading_have_no_price() -> None:
+    """Guards prompts of one token, and those whose prefix is known: a division by zero ended the answer."""
+    simulated = Simulated(Expected(5, one_by_one=True, reading=0.3), 2, flat, many_passes, prompts=[1, 1])
+    simulated.policy.read(0, 0.1)
+    simulated.run(40, [0.9] * 2)
+    assert any(map(any, simulated.asked))
 
 
 def test_each_row_drafts_as_much_as_it_is_worth() -> None:
