@@ -93,7 +93,7 @@ def weights_digest(name: str) -> str | None:
 
 
 def _sample(file: Path) -> bytes:
-    last = file.stat().st_size - PIECE_BYTES
+    last = max(file.stat().st_size - PIECE_BYTES, 0)
     pieces = []
     with file.open("rb") as stream:
         for index in range(PIECES):

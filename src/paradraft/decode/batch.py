@@ -126,7 +126,7 @@ class Batch:
         self._admit_read()
         self.clock.lap("prefill")
         self.prefill.pace.add(0, tokens, seconds=self.clock.last_s["prefill"])
-        self.lengths.read(tokens, self.clock.last_s["prefill"])
+        self.lengths.learn_prefill(tokens, self.clock.last_s["prefill"])
 
     def read_along(self, most: int) -> None:
         """Lets the next round read a piece of at most `most` tokens of the prompts in prefill too."""

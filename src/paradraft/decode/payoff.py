@@ -236,9 +236,9 @@ class Compared:
         self._requested = [0] * len(wanted) if self._left else wanted
         return self._requested
 
-    def read(self, tokens: int, seconds: float) -> None:
+    def learn_prefill(self, tokens: int, seconds: float) -> None:
         """See `LengthPolicy`."""
-        self.policy.read(tokens, seconds)
+        self.policy.learn_prefill(tokens, seconds)
 
     def postpone(self, unread: Mapping[int, int]) -> None:
         """See `LengthPolicy`."""

@@ -9,7 +9,7 @@ import torch
 
 from paradraft.drafters import PLUS, traits_of
 from paradraft.engine.speculation import AUTO, Speculation
-from paradraft.formats.block import is_published_block
+from paradraft.formats.block import is_published_block, published_k
 from paradraft.formats.gguf import is_gguf
 from paradraft.formats.head import is_head, kind_of, trained_k
 from paradraft.formats.likely_table import read_table
@@ -54,8 +54,12 @@ def automatic(target: str, speculation: Speculation, *, has_grammars: bool = Fal
     draft, k = speculation.draft, speculation.k
     if draft is not None:
         drafter, why = drafter_of(draft), f"drafts with {draft}"
-        if speculation.tree is None and _is_head(folder := locate(draft, SHIPPED)):
-            k = min(k, trained_k(folder) or k)
+        if speculation.tree is None:
+            folder = locate(draft, SHIPPED)
+            most = (
+                trained_k(folder) if _is_head(folder) else published_k(config_of(folder)) if drafter == BLOCKS else None
+            )
+            k = min(k, most or k)
     elif target == POCKET:
         drafter, why = SHIPPED, "is shipped with the pocket family"
     elif (trained := drafter_for(target)) is not None and _can_draft(trained, speculation):

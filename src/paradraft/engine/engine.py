@@ -64,8 +64,8 @@ class Engine:
         self.speculation = speculation
         # With other rules a plain round would change which text a seed gives.
         tries_plain = tries_plain and rule.same_tokens and not isinstance(drafter, NoDrafter)
-        reading = target.relative_work(drafter.models)
-        policy = length_policy(speculation.lengths, speculation.depth, drafter.traits, reading=reading)
+        work = target.relative_work(drafter.models)
+        policy = length_policy(speculation.lengths, speculation.depth, drafter.traits, reading_work=work)
         self.lengths = Compared(policy, tries_plain=tries_plain)
         self._batch = self.new_batch(kept_rows=kept_rows)
         self._scheduler = Scheduler(self._batch, self.in_round)

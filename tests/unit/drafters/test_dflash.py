@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from paradraft.core import Request
 from paradraft.decode.generation import Generation
 from paradraft.drafters.dflash import DFlashDrafter
+from paradraft.drafters.parts import block_layers
 from paradraft.drafters.parts.block_layers import block_model
 from paradraft.engine.loader import load
 from paradraft.formats.block import BlockSettings
@@ -28,6 +30,8 @@ RUNTIMES = {
     "eager, float64": Runtime(dtype="float64", compiled=False),
     "eager, float32": Runtime(dtype="float32", compiled=False),
     "C++, float32": Runtime(dtype="float32"),
+    "C++, float32, narrow": Runtime(dtype="float32", width=3),
+    "compiled, float32": Runtime(dtype="float32", compiled=True),
 }
 
 
@@ -123,11 +127,21 @@ def expected(
     return plain(weights, settings, states, embedded[: 4 + first])[first : first + 4]
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize(("causal", "anchor_first"), [(True, True), (False, False), (False, True), (True, False)])
-def test_it_computes_its_layers(family: Path, tmp_path: Path, runtime: str, causal: bool, anchor_first: bool) -> None:
+BLOCKS = ((True, True), (False, False), (False, True), (True, False))
+"""Whether a block is causal, and whether the anchor drafts."""
+CASES = [
+    (runtime, *block) for runtime in RUNTIMES for block in BLOCKS if "compiled" not in runtime or len(set(block)) == 1
+]
+"""Compiled passes take long to compile, so they have the two kinds that are in use."""
+
+
+@pytest.mark.parametrize(("runtime", "causal", "anchor_first"), CASES)
+def test_it_computes_its_layers(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, causal: bool, anchor_first: bool
+) -> None:
     """Guards layers, positions and places that are shifted by one, which lose acceptance and nothing else: right after
     prompts, among rows of other lengths, and after rounds that have accepted some tokens."""
+    monkeypatch.setattr(block_layers, "PREFILL_CHUNK", 32)
     settings = settings_for(family / "target", causal=causal, anchor_first=anchor_first, target_layers=(0, 1))
     weights = random_weights(settings)
     identity = TargetIdentity.of(load_config(str(family / "target")))
@@ -189,12 +203,39 @@ def test_published_folders_load(family: Path, tmp_path: Path) -> None:
     ("entries", "message"),
     [
         ({"architectures": ["DFlash2DraftModel"]}, "is of DFlash 2, whose head is not read"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, "has the architecture 'Qwen3ForCausalLM'"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "has the architectures ['Qwen3ForCausalLM']"),
+        ({"architectures": ["DFlashDraftModel", "other"]}, "has the architectures"),
+        ({"architectures": "DFlashDraftModel"}, "has the architectures"),
+        ({"use_sliding_window": True}, "sliding window"),
+        ({"attention_bias": True}, "biases or another activation"),
+        ({"hidden_act": "gelu"}, "biases or another activation"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters in its config.json is"),
+        ({"rope_theta": "500"}, "rope_parameters in its config.json is"),
+        ({"hidden_size": None}, "hidden_size in its config.json is None"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps in its config.json is '1e-5'"),
+        ({"num_attention_heads": 0}, "num_attention_heads in its config.json is 0"),
+        ({"num_attention_heads": 3}, "num_attention_heads in its config.json is 3"),
+        ({"head_dim": 15}, "head_dim in its config.json is 15"),
+        ({"max_position_embeddings": 4}, "has room for 4 tokens: load the target with capacity=4"),
+        ({"num_hidden_layers": 3000}, "num_hidden_layers in its config.json is 3000"),
+        ({"num_hidden_layers": 1}, "its config.json has 1 layers, its weights 2"),
+        ({"block_size": 1000}, "k in its config.json is 999"),
+        ({"block_size": None}, "k in its config.json is None"),
         ({"layer_types": ["sliding_attention"] * 2}, "sliding window"),
         ({"num_target_layers": 99}, "was trained for another target"),
         ({"block_size": 1}, "k in its config.json is 0"),
-        ({"num_hidden_layers": 3}, "is missing: train it again"),
-        ({"dflash_config": {"mask_token_id": 1}}, "target_layers in its config.json is []"),
+        ({"num_hidden_layers": 3}, "its config.json has 3 layers, its weights 2"),
+        ({"intermediate_size": 20_000_000}, "has the shape"),
+        ({"dflash_config": {"mask_token_id": 1}}, "target_layer_ids in its config.json is None"),
+        (
+            {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [-2]}},
+            "target_layer_ids in its config.json is [-2]",
+        ),
+        ({"dflash_config": {"mask_token_id": 10**6, "target_layer_ids": [0]}}, "mask_token_id 1000000, but"),
+        (
+            {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0], "causal": "false"}},
+            "causal in its config.json is 'false'",
+        ),
     ],
 )
 def test_other_folders_are_refused(family: Path, tmp_path: Path, entries: dict[str, Any], message: str) -> None:
@@ -205,5 +246,15 @@ def test_other_folders_are_refused(family: Path, tmp_path: Path, entries: dict[s
         settings_for(family / "target"),
         **entries,
     )
-    with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("]", r"\]")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         load(str(family / "target"), drafter="dflash", draft=str(tmp_path / "draft"))
+
+
+def test_a_published_block_limits_k(family: Path, tmp_path: Path) -> None:
+    """Guards folders with a small block, used without a name and without K."""
+    settings = settings_for(family / "target")
+    published(tmp_path / "draft", family / "target", settings)
+    engine = load(str(family / "target"), draft=str(tmp_path / "draft"))
+    assert (engine.speculation.drafter, engine.speculation.k) == ("dflash", 4)
+    plain_tokens = load(str(family / "target"), drafter="none").generate("hello", max_new_tokens=20).tokens
+    assert engine.generate("hello", max_new_tokens=20).tokens == plain_tokens

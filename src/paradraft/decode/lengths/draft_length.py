@@ -49,7 +49,7 @@ class LengthPolicy(Protocol):
     def join(self, requests: Sequence[Request]) -> None:
         """Adds rows after the others."""
 
-    def read(self, tokens: int, seconds: float) -> None:
+    def learn_prefill(self, tokens: int, seconds: float) -> None:
         """Learns from a prefill of the target."""
 
     def next(self) -> list[int]:
@@ -87,7 +87,7 @@ class Fixed:
         """Counts the rows."""
         self._rows += len(requests)
 
-    def read(self, tokens: int, seconds: float) -> None:
+    def learn_prefill(self, tokens: int, seconds: float) -> None:
         """Does nothing."""
 
     def next(self) -> list[int]:
@@ -164,8 +164,10 @@ POLICIES: dict[str, Callable[[int], LengthPolicy]] = {
 """Policies by name; each is constructed from K."""
 
 
-def length_policy(name: str, k: int, drafter: Traits, *, reading: float) -> LengthPolicy:
-    """The policy of this name for a drafter with these traits; for `reading` see `Expected`."""
+def length_policy(name: str, k: int, drafter: Traits, *, reading_work: float) -> LengthPolicy:
+    """The policy of this name for a drafter with these traits; for `reading_work` see `Expected`."""
     if name != "expected":
         return POLICIES[name](k)
-    return ValuedDrafts(k) if drafter.estimates else Expected(k, one_by_one=drafter.drafts_one_by_one, reading=reading)
+    if drafter.estimates:
+        return ValuedDrafts(k)
+    return Expected(k, one_by_one=drafter.drafts_one_by_one, reading_work=reading_work)

@@ -57,7 +57,7 @@ class Expected:
     Args:
         k: most tokens of a draft.
         one_by_one: see `RoundCosts`.
-        reading: see `RoundCosts`.
+        reading_work: see `RoundCosts`.
     """
 
     wants_confidence = False
@@ -71,8 +71,11 @@ class Expected:
     EXPLORE = 0.015
     """The share of all time that trials of other plans may lose."""
     WIN = 0.3
-    """Share of a row's plain rounds that drafts may save. In a batch of R rows a round is worth 1/R of its time to one
-    of them, and drafts pay 1/R times as often, because its pass has less room."""
+    """Share of a row's plain rounds that drafts may save. It is divided by the square of the number of rows R: a row
+    has 1/R of a round's time, and drafts pay less often the fuller a pass is."""
+    PATIENCE = 256
+    """Rounds without a trial after which it is not divided: texts grow, often faster than the time that trials may
+    lose."""
     ALMOST = 0.85
     """The best plan with drafts is tried as a whole if its rate is at least this share of plain decoding's."""
     EARLY_TRIES = 3
@@ -92,10 +95,10 @@ class Expected:
     FEWEST = 4
     """… but at least this."""
 
-    def __init__(self, k: int, *, one_by_one: bool = False, reading: float = 0.0) -> None:
+    def __init__(self, k: int, *, one_by_one: bool = False, reading_work: float = 0.0) -> None:
         self.k = k
         self._one_by_one = one_by_one
-        self._costs = RoundCosts(one_by_one=one_by_one, reading=reading)
+        self._costs = RoundCosts(one_by_one=one_by_one, reading_work=reading_work)
         self._acceptance = AcceptanceShares(k, is_chain=True)
         self._lost_s = 0.0
         self._is_timed = True
@@ -166,8 +169,11 @@ class Expected:
         """Whether drafts in one row more would pay if all of them were accepted, as far as times are known."""
         if any(plan.nodes) or not self._costs.knows_drafts:
             return True
-        seconds = ((nodes, self._costs.seconds(self._rows, [nodes], nodes)) for nodes in (1, self._acceptance.most))
-        return any((self._rows + nodes) / of_round > plan.rate for nodes, of_round in seconds)
+        for nodes in (1, self._acceptance.most):
+            depth = self._depth([nodes])
+            if (self._rows + min(nodes, depth)) / self._costs.seconds(self._rows, [nodes], depth) > plan.rate:
+                return True
+        return False
 
     def _is_doubtful(self, plan: NodeBudget) -> bool:
         """Whether a plan drafts because of few plain rounds."""
@@ -178,9 +184,10 @@ class Expected:
     def _begin_try(self, plan: NodeBudget) -> None:
         is_early = self._is_early(plan)
         nodes, rounds = self._trial_of(plan, is_early=is_early)
+        self._number_of_tries += 1
         if self._is_affordable(nodes, plan):
             self._try, self._rounds_of_try = nodes, rounds
-            self._number_of_tries, self._since_try = self._number_of_tries + 1, 0
+            self._since_try = 0
             self._early_tries += is_early
 
     def _trial_of(self, plan: NodeBudget, *, is_early: bool) -> tuple[tuple[int, ...], int]:
@@ -214,12 +221,14 @@ class Expected:
         }
         if sum(reading.values()) <= max(1.0, self.EXPLORE * self._since_try):
             return True
-        most = self.WIN / self._rows**2
-        return all(rounds <= most * min(self._room[row], self.MOST_LEFT) for row, rounds in reading.items())
+        most = self.WIN / (1 if self._since_try >= self.PATIENCE else self._rows**2)
+        # A long text may well go on as long.
+        left = {row: min(self._room[row], max(self.MOST_LEFT, self._unread[row])) for row in reading}
+        return all(rounds <= most * left[row] for row, rounds in reading.items())
 
-    def read(self, tokens: int, seconds: float) -> None:
+    def learn_prefill(self, tokens: int, seconds: float) -> None:
         """See `LengthPolicy`."""
-        self._costs.read(tokens, seconds)
+        self._costs.learn_prefill(tokens, seconds)
 
     def postpone(self, unread: Mapping[int, int]) -> None:
         """See `LengthPolicy`; the time of reading counts as lost in a trial."""
@@ -326,6 +335,6 @@ class Expected:
         assert self._plan is not None
         seconds = 2.0 * self._plan.seconds
         if self._costs.knows_drafts:
-            seconds = self._costs.seconds(self._rows, nodes, max(nodes, default=0))
+            seconds = self._costs.seconds(self._rows, nodes, self._depth(nodes) if nodes else 0)
         self._lost_s += max(seconds - self._plan.seconds, 0.0)
         self._try, self._plan = None, None

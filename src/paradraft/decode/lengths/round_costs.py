@@ -121,14 +121,14 @@ class RoundCosts:
 
     Args:
         one_by_one: whether the drafter runs a pass for each token.
-        reading: time in which it reads a token of a prompt, relative to the target's.
+        reading_work: of a token of a prompt, relative to the target's, see `Target.relative_work`.
     """
 
     DRIFT = 0.3
     """Rate at which a change of the target's usual pass time becomes a change of all times."""
 
-    def __init__(self, *, one_by_one: bool = False, reading: float = 0.0) -> None:
-        self._one_by_one, self._reading = one_by_one, reading
+    def __init__(self, *, one_by_one: bool = False, reading_work: float = 0.0) -> None:
+        self._one_by_one, self._reading_work = one_by_one, reading_work
         self.is_ragged = True
         """Whether a pass of the target computes no padding; else all rows cost as much as the longest."""
         self._target_s = PassTimes()
@@ -196,22 +196,24 @@ class RoundCosts:
     def reading_s(self) -> float:
         """The drafter's prefill time per token; before any draft, from the target's."""
         if not self._first or not self._draft_s:
-            return self._reading * self._token_s()
+            return self._reading_work * self._token_s()
         more_s = sum(seconds - self._draft_time(rows, depth) for _, seconds, rows, depth in self._first)
         return max(more_s / sum(tokens for tokens, *_ in self._first), 0.0)
 
-    def read(self, tokens: int, seconds: float) -> None:
+    def learn_prefill(self, tokens: int, seconds: float) -> None:
         """Adds a prefill of the target; nothing is read of prompts of one token, or of a known prefix."""
         if tokens:
             self._prefills.append((tokens, seconds / self._slowness))
 
     def _token_s(self) -> float:
-        """The time of a token in the target's prefills, without that of reading the weights."""
+        """The time of a token in the target's prefills, without that of reading the weights. It is at most that of a
+        token in the smallest pass: a first prefill may have waited for much else."""
         if not self._prefills or not self._target_s.points:
             return 0.0
-        weights_s = self._target_s.points[0][1]
-        more_s = sum(max(seconds - weights_s, 0.0) for _, seconds in self._prefills)
-        return more_s / sum(tokens for tokens, _ in self._prefills)
+        size, weights_s = self._target_s.points[0]
+        return min(
+            typical([max(seconds - weights_s, 0.0) / tokens for tokens, seconds in self._prefills]), weights_s / size
+        )
 
     def _target_time(self, size: float) -> float:
         seconds, more = self._target_s.of(size), size - self._target_s.largest

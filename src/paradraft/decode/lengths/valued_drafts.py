@@ -197,7 +197,7 @@ class ValuedDrafts:
     def _is_early(self) -> bool:
         return self._trials < self.EARLY and self._since_trial >= self.SOON
 
-    def read(self, tokens: int, seconds: float) -> None:
+    def learn_prefill(self, tokens: int, seconds: float) -> None:
         """Does nothing: sizes of passes are at most doubled, and no text is read."""
 
     def postpone(self, unread: Mapping[int, int]) -> None:

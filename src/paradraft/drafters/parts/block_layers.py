@@ -1,6 +1,6 @@
 """Layers that draft a block in one pass after keys and values made of the target's states (DFlash, Chen et al. 2026).
 
-The context of a block costs one product for each committed token: f = norm(F [h_1; …; h_n]) joins the states of n
+The context of a block costs two products for each committed token: f = norm(F [h_1; …; h_n]) joins the states of n
 target layers, and each layer writes keys norm(K f), rotated, and values V f into its cache. The block is the last
 committed token, the anchor, and masks after it. The anchor's own state is not known yet, so the context ends before it.
 
@@ -51,6 +51,21 @@ def rotated(keys: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     return keys * cosines + torch.cat([-second, first], dim=-1) * sines
 
 
+def layer_weights(head: Head, settings: BlockSettings) -> dict[str, Tensor]:
+    """The weights of the layers and of the norm after them, before memory is taken for any.
+
+    Raises:
+        ValueError: the checkpoint has other layers, or other sizes than its config.
+    """
+    if (stored := len({name.split(".")[1] for name in head.weights if name.startswith("layers.")})) != settings.layers:
+        raise ValueError(
+            f"draft {head.name!r}: its config.json has {settings.layers} layers, its weights {stored}: train it again"
+        )
+    body: Any = block_model(settings, dtype=torch.float32, device="meta").model
+    own = {name: like for name, like in body.state_dict().items() if not name.startswith("embed_tokens")}
+    return {name: head.tensor(name, *like.shape) for name, like in own.items()}
+
+
 class BlockLayers(PendingStates):
     """The layers with their KV cache, and the states of each row that are not in it.
 
@@ -61,21 +76,27 @@ class BlockLayers(PendingStates):
 
     def __init__(self, target: CausalLM, head: Head, runtime: Runtime) -> None:
         self.settings = settings = BlockSettings.of(head)
-        width = target.model.config.hidden_size
+        width, room = target.model.config.hidden_size, settings.sizes["max_position_embeddings"]
         if settings.width != width:
             raise ValueError(
                 f"draft {head.name!r} has layers of width {settings.width}, and this target {width}: it is for another"
             )
+        if room < target.capacity:
+            raise ValueError(f"draft {head.name!r} has room for {room} tokens: load the target with capacity={room}")
+        if settings.mask_token_id >= (rows := len(target.model.get_input_embeddings().weight)):
+            raise ValueError(
+                f"draft {head.name!r}: mask_token_id {settings.mask_token_id}, but {rows} tokens: train it again"
+            )
+        weights = layer_weights(head, settings)
         dtype = target.model.dtype
         model = block_model(settings, dtype=dtype).to(target.device)
         body: Any = model.model
-        own = {name: tensor for name, tensor in body.state_dict().items() if not name.startswith("embed_tokens")}
-        body.load_state_dict({name: head.tensor(name, *like.shape) for name, like in own.items()}, strict=False)
+        body.load_state_dict(weights, strict=False)
         lm = CausalLM(
             model,
             vocab_size=UNUSED_ROWS,
             capacity=target.capacity,
-            width=runtime.width,
+            width=max(runtime.width, settings.k + settings.first),
             compiled=runtime.compiled,
             pad_to=runtime.pad_to,
             cuda_graphs=runtime.cuda_graphs,
@@ -143,7 +164,7 @@ class BlockLayers(PendingStates):
         for layer, (keys, values) in enumerate(cache.storage):
             new_keys = rotated(self._key_norms[layer](both[:, :, layer, 0].to(self.lm.model.dtype)), angles)
             for stored, new in ((keys, new_keys), (values, both[:, :, layer, 1])):
-                kv_cache.write(stored, slots_BN, new.where(is_there, 0.0).to(stored.dtype))
+                kv_cache.write(stored, slots_BN, new.where(is_there & new.isfinite(), 0.0).to(stored.dtype))
 
     def outputs(self, lengths: Sequence[int]) -> Tensor:
         """Writes the context of the rows that draft, and runs a block in each; nothing of it stays in the cache.

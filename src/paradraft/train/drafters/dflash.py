@@ -76,7 +76,7 @@ class DFlashRecipe(DraftHeadRecipe):
     @model_validator(mode="after")
     def _check_passes(self) -> Self:
         if self.gradient_checkpointing:
-            raise ValueError("gradient_checkpointing: passes over blocks are not computed twice, leave it out")
+            raise ValueError("gradient_checkpointing: the passes of dflash do not support it, leave it out")
         return self
 
     def layers_of(self, config: PretrainedConfig) -> list[int]:

@@ -27,6 +27,7 @@ class Simulated:
         noise: by which share of it a time is longer, on average.
         prompts: tokens of each.
         reading_s: time in which the drafter reads a token before a row's first draft.
+        most: tokens of an answer.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Simulated:
         noise: float = 0.0,
         prompts: Sequence[int] = (),
         reading_s: float = 0.0,
+        most: int | None = None,
     ) -> None:
         self.policy, self.rows = policy, rows
         self.target_s, self.draft_s, self.noise = target_s, draft_s, noise
@@ -51,8 +53,8 @@ class Simulated:
         self.unread, self.reading_s = list(prompts or [1] * rows), reading_s
         policy.start(None, is_ragged=True)
         if prompts:
-            policy.read(sum(prompts) - rows, target_s(sum(prompts)))
-        policy.join(requests([[1] * count for count in self.unread]))
+            policy.learn_prefill(sum(prompts) - rows, target_s(sum(prompts)))
+        policy.join(requests([[1] * count for count in self.unread], limits=most))
 
     def run(self, rounds: int, chances: Sequence[float], *, deepest: int = 99) -> None:
         """Rounds in which each token of a row is accepted with its chance, and drafts are at most `deepest`."""
@@ -194,7 +196,7 @@ def test_slow_rounds_after_a_prompt_are_not_what_plain_decoding_takes(
     if not checks:
         monkeypatch.setattr(Expected, "_is_doubtful", lambda self, plan: False)
     simulated = Simulated(
-        Expected(5, one_by_one=True, reading=0.3),
+        Expected(5, one_by_one=True, reading_work=0.3),
         16,
         lambda tokens: 0.04 + 0.0145 * tokens,
         lambda rows, depth: depth * (0.02 + 0.0065 * rows),
@@ -213,7 +215,7 @@ def first_batch(prompts: list[int], seed: int, **known: Any) -> tuple[list[int],
     """The rows that draft in the first batch of an engine, and its speed. Times are like those of the 1.5B with the
     0.5B on two AVX2 cores, where drafts of four rows do not pay."""
     simulated = Simulated(
-        Expected(5, **{"one_by_one": True, "reading": 0.3, **known}),
+        Expected(5, **{"one_by_one": True, "reading_work": 0.3, **known}),
         4,
         lambda tokens: 0.025 + 0.0175 * tokens,
         lambda rows, depth: depth * (0.018 + 0.009 * rows),
@@ -238,7 +240,7 @@ def test_a_first_batch_reads_one_prompt_for_nothing(monkeypatch: pytest.MonkeyPa
         drafted, speed = first_batch(long, seed)
         assert drafted == [] and speed > 0.99
     assert min(first_batch(short, seed, one_by_one=False)[1] for seed in range(6)) < 0.97, "deep drafts look free"
-    assert first_batch(long, 0, reading=0.0)[0] == [2], "reading looks free"
+    assert first_batch(long, 0, reading_work=0.0)[0] == [2], "reading looks free"
     monkeypatch.setattr(Expected, "_is_affordable", lambda self, trial, plan: True)
     drafted, speed = first_batch(long, 0)
     assert drafted == [2] and speed < 0.96
@@ -246,10 +248,44 @@ def test_a_first_batch_reads_one_prompt_for_nothing(monkeypatch: pytest.MonkeyPa
 
 def test_prompts_that_need_no_reading_have_no_price() -> None:
     """Guards prompts of one token, and those whose prefix is known: a division by zero ended the answer."""
-    simulated = Simulated(Expected(5, one_by_one=True, reading=0.3), 2, flat, many_passes, prompts=[1, 1])
-    simulated.policy.read(0, 0.1)
+    simulated = Simulated(Expected(5, one_by_one=True, reading_work=0.3), 2, flat, many_passes, prompts=[1, 1])
+    simulated.policy.learn_prefill(0, 0.1)
     simulated.run(40, [0.9] * 2)
     assert any(map(any, simulated.asked))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_one_slow_prefill_does_not_end_drafting(rows: int) -> None:
+    """Guards a first prefill that waits for a compiler or a disk: reading and drafting look as dear as it, until others
+    show what they take. In the second of two batches, rows draft most of the time."""
+    policy = Expected(5, one_by_one=True, reading_work=0.3)
+    for number in range(2):
+        simulated = Simulated(
+            policy, rows, lambda tokens: 0.02 + 0.0005 * tokens, lambda rows, depth: 0.002 * depth, prompts=[60] * rows
+        )
+        if not number:
+            policy.learn_prefill(60 * rows, 10.0)
+        simulated.run(127, [0.85] * rows)
+    assert sum(map(any, simulated.asked)) > 0.8 * len(simulated.asked)
+
+
+def test_trials_come_back_though_texts_grow() -> None:
+    """Guards a text that the drafter has not read, which grows faster than the time that trials may lose: after rounds
+    in which nothing is accepted, it drafts again once everything is."""
+    for seed in range(4):
+        simulated = Simulated(
+            Expected(5, one_by_one=True, reading_work=0.3),
+            1,
+            lambda tokens: 0.06 + 0.005 * tokens,
+            lambda rows, depth: depth * (0.012 + 0.001 * rows),
+            prompts=[100],
+            reading_s=0.0042,
+            most=10_000,
+        )
+        simulated.chooser = random.Random(seed)
+        simulated.run(200, [0.0])
+        simulated.run(1000, [0.97])
+        assert sum(map(any, simulated.asked[-300:])) > 0.8 * 300
 
 
 def test_each_row_drafts_as_much_as_it_is_worth() -> None:
