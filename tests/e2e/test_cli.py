@@ -56,8 +56,8 @@ def test_what_can_be_trained_is_listed(paradraft: Paradraft) -> None:
     """Guards `train --help`, with a name too, a name that does not exist, and a recipe that is missing."""
     for command in (["train"], ["train", "pard"]):
         told = " ".join(paradraft(*command, "--help").out.split())
-        assert "What to train: eagle, eagle_parallel, hydra, medusa, medusa_parallel, pard" in told
-    assert_mistake(paradraft("train", "medussa", "recipe.yaml"), "unknown training 'medussa': use one of eagle")
+        assert "What to train: dflash, eagle, eagle_parallel, hydra, medusa, medusa_parallel, pard" in told
+    assert_mistake(paradraft("train", "medussa", "recipe.yaml"), "unknown training 'medussa': use one of dflash")
     assert_mistake(paradraft("train", "pard"), "train pard: name a recipe")
 
 
@@ -200,7 +200,8 @@ def test_interrupted_while_it_imports(after_s: float) -> None:
     time.sleep(after_s)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    is_done = process.returncode == 2 and "no/model" in err
+    # It may end already, with the one line that it has to say.
+    is_done = process.returncode in (2, -signal.SIGINT) and "no/model" in err and err.count("\n") == 1
     # Before Python has read our first file, its own answer to Ctrl-C is what comes.
     is_early = after_s < 0.1 and process.returncode in (-signal.SIGINT, 1)
     assert is_done or is_early or (process.returncode, err) == (130, "paradraft: interrupted\n"), err
