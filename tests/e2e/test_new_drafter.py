@@ -65,7 +65,7 @@ def test_a_new_drafter_is_trained_and_decodes(family: Path, paradraft: Paradraft
         drafted = paradraft("generate", *asked, "--drafter", drafter, "--draft", out)
         assert drafted.code == 0 and drafted.out == plain.out
     assert_mistake(paradraft("generate", *asked, "--drafter", "table:longest=0", "--draft", out), "longest=0")
-    assert_mistake(paradraft("train", "tabel", recipe), "unknown training 'tabel': use one of eagle", "ppd, table")
+    assert_mistake(paradraft("train", "tabel", recipe), "unknown training 'tabel': use one of dflash", "ppd, table")
     assert "already trained" in paradraft("train", "table", recipe, "rank=8").out
 
 
