@@ -58,7 +58,7 @@ def settings_for(
 
 def random_weights(settings: BlockSettings) -> dict[str, torch.Tensor]:
     """Weights of a checkpoint, norms included, in float32."""
-    body: Any = block_model(settings, dtype=torch.float32).model
+    body: Any = block_model(settings, torch.float32).model
     width, count = settings.width, len(settings.target_layers)
     shapes = {name: like.shape for name, like in body.state_dict().items() if not name.startswith("embed_tokens")}
     shapes |= {"fc.weight": (width, count * width), "hidden_norm.weight": (width,)}

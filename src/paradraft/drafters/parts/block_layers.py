@@ -11,6 +11,7 @@ D hidden size, L layers, H key/value heads, d head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from paradraft.core import Committed, Request
-from paradraft.drafters.parts.draft_layers import UNUSED_ROWS, random_layers
+from paradraft.drafters.parts.draft_layers import loaded_layers, random_layers
 from paradraft.drafters.parts.pending_states import PendingStates
 from paradraft.formats.block import BlockSettings
 from paradraft.formats.head import Head
@@ -33,7 +34,7 @@ from paradraft.ragged import upload
 from paradraft.tree import ABSENT
 
 
-def block_model(settings: BlockSettings, *, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+def block_model(settings: BlockSettings, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
     """A causal LM with random layers of these sizes; embedding and output head are not used."""
     config = Qwen3Config(**settings.sizes, attention_bias=False)
     return random_layers(config, settings.layers, dtype=dtype, device=device)
@@ -51,27 +52,11 @@ def rotated(keys: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     return keys * cosines + torch.cat([-second, first], dim=-1) * sines
 
 
-def layer_weights(head: Head, settings: BlockSettings) -> dict[str, Tensor]:
-    """The weights of the layers and of the norm after them, before memory is taken for any.
-
-    Raises:
-        ValueError: the checkpoint has other layers, or other sizes than its config.
-    """
-    if (stored := len({name.split(".")[1] for name in head.weights if name.startswith("layers.")})) != settings.layers:
-        raise ValueError(
-            f"draft {head.name!r}: its config.json has {settings.layers} layers, its weights {stored}: train it again"
-        )
-    body: Any = block_model(settings, dtype=torch.float32, device="meta").model
-    own = {name: like for name, like in body.state_dict().items() if not name.startswith("embed_tokens")}
-    return {name: head.tensor(name, *like.shape) for name, like in own.items()}
-
-
 class BlockLayers(PendingStates):
     """The layers with their KV cache, and the states of each row that are not in it.
 
     Args:
-        head: the checkpoint. It has "fc.weight" (F), "hidden_norm.weight", "norm.weight", and the layers' weights,
-            named as in the body of a causal LM.
+        head: the checkpoint, see `loaded_layers`. It has "fc.weight" (F) and "hidden_norm.weight" too.
     """
 
     def __init__(self, target: CausalLM, head: Head, runtime: Runtime) -> None:
@@ -87,24 +72,12 @@ class BlockLayers(PendingStates):
             raise ValueError(
                 f"draft {head.name!r}: mask_token_id {settings.mask_token_id}, but {rows} tokens: train it again"
             )
-        weights = layer_weights(head, settings)
-        dtype = target.model.dtype
-        model = block_model(settings, dtype=dtype).to(target.device)
-        body: Any = model.model
-        body.load_state_dict(weights, strict=False)
-        lm = CausalLM(
-            model,
-            vocab_size=UNUSED_ROWS,
-            capacity=target.capacity,
-            width=max(runtime.width, settings.k + settings.first),
-            compiled=runtime.compiled,
-            pad_to=runtime.pad_to,
-            cuda_graphs=runtime.cuda_graphs,
-        )
+        lm = loaded_layers(head, partial(block_model, settings), target, runtime, width=settings.k + settings.first)
+        body: Any = lm.model.model
         # The first token of a text has no state before it.
         super().__init__(lm, states_of=self._joined, width=width, unread=1)
         self._join = lm.linear(head.tensor("fc.weight", width, len(settings.target_layers) * width))
-        self._norm = norm_of_states(settings).to(target.device, dtype)
+        self._norm = norm_of_states(settings).to(target.device, target.model.dtype)
         self._norm.weight.data.copy_(head.tensor("hidden_norm.weight", width))
         parts = [part for layer in body.layers for part in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
         self._project = lm.linear(torch.cat([part.weight for part in parts]))

@@ -70,6 +70,49 @@ def random_layers(config: PretrainedConfig, layers: int, *, dtype: torch.dtype, 
     return model.eval()
 
 
+def loaded_layers(
+    head: Head,
+    layers: Callable[[torch.dtype, str], PreTrainedModel],
+    target: CausalLM,
+    runtime: Runtime,
+    *,
+    final_norm: bool = True,
+    width: int = 0,
+) -> CausalLM:
+    """A model of a checkpoint's layers, which reads vectors, beside a target.
+
+    Args:
+        head: the checkpoint. It has the layers' weights, named as in the body of a causal LM, such as
+            "layers.0.mlp.up_proj.weight", and "norm.weight" with `final_norm`.
+        layers: random ones of its sizes, in a dtype and on a device.
+        width: most tokens of a pass, if that is more than the runtime's.
+
+    Raises:
+        ValueError: it has other layers, or other sizes than its config; no memory is taken for these.
+    """
+    count = head.setting("num_hidden_layers", int)
+    if (stored := len({name.split(".")[1] for name in head.weights if name.startswith("layers.")})) != count:
+        raise ValueError(
+            f"draft {head.name!r}: its config.json has {count} layers, its weights {stored}: train it again"
+        )
+    shapes: Any = layers(torch.float32, "meta").model
+    own = {name: like.shape for name, like in shapes.state_dict().items() if not name.startswith("embed_tokens")}
+    wanted = [name for name in own if name != "norm.weight" or final_norm]
+    weights = {name: head.tensor(name, *own[name]) for name in wanted}
+    model = layers(target.model.dtype, "cpu").to(target.device)
+    body: Any = model.model
+    body.load_state_dict(weights, strict=False)
+    return CausalLM(
+        model,
+        vocab_size=UNUSED_ROWS,
+        capacity=target.capacity,
+        width=max(runtime.width, width),
+        compiled=runtime.compiled,
+        pad_to=runtime.pad_to,
+        cuda_graphs=runtime.cuda_graphs,
+    )
+
+
 def target_layers(head: Head) -> tuple[int, ...]:
     """The target layers whose states a checkpoint reads; default: after the final norm."""
     layers = head.config.get("target_layers", [FINAL_NORM])
@@ -95,8 +138,7 @@ class DraftLayers(PendingVectors):
     """Draft layers with their KV cache and the pending tokens and states of each row.
 
     Args:
-        head: the checkpoint. It has the layers' weights, named as in the body of a causal LM, such as
-            "layers.0.mlp.up_proj.weight", and "norm.weight" if its config has `final_norm`.
+        head: the checkpoint, see `loaded_layers`; its config has `final_norm`.
         layers: target layers whose states are read, numbered as in `Forward`; several are joined by the checkpoint's
             "fuse.weight". Without any, only tokens are read.
         joined: maps the embeddings `[…, D]` of tokens and the states `[…, D]` from which they were predicted to the
@@ -115,27 +157,13 @@ class DraftLayers(PendingVectors):
         joined: Callable[[Tensor, Tensor], Tensor],
         for_vllm: bool = False,
     ) -> None:
-        count = head.setting("num_hidden_layers", int)
-        if (stored := len({name.split(".")[1] for name in head.weights if name.startswith("layers.")})) != count:
-            raise ValueError(
-                f"draft {head.name!r}: its config.json has {count} layers, its weights {stored}: train it again"
-            )
-        config = target.model.config
-        model = layers_like(config, count, dtype=target.model.dtype, mistral=for_vllm).to(target.device)
-        body: Any = model.model
-        own = {name: tensor for name, tensor in body.state_dict().items() if not name.startswith("embed_tokens")}
-        self.returned = FINAL_NORM if head.setting("final_norm", bool) else count
-        wanted = [name for name in own if name != "norm.weight" or self.returned == FINAL_NORM]
-        body.load_state_dict({name: head.tensor(name, *own[name].shape) for name in wanted}, strict=False)
-        lm = CausalLM(
-            model,
-            vocab_size=UNUSED_ROWS,
-            capacity=target.capacity,
-            width=runtime.width,
-            compiled=runtime.compiled,
-            pad_to=runtime.pad_to,
-            cuda_graphs=runtime.cuda_graphs,
-        )
+        count, final_norm = head.setting("num_hidden_layers", int), head.setting("final_norm", bool)
+        self.returned = FINAL_NORM if final_norm else count
+
+        def like_target(dtype: torch.dtype, device: str) -> PreTrainedModel:
+            return layers_like(target.model.config, count, dtype=dtype, device=device, mistral=for_vllm)
+
+        lm = loaded_layers(head, like_target, target, runtime, final_norm=final_norm)
         self.target = target
         self.layers, self._fuse = tuple(layers), None
         width = target.model.config.hidden_size

@@ -143,7 +143,7 @@ class DFlash(HeadObjective):
         width, count = settings.width, len(settings.target_layers)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(recipe.seed)
-            model = block_model(settings, dtype=torch.float32)
+            model = block_model(settings, torch.float32)
             body: Any = model.model
             body.apply(model._init_weights)
             self.fc = nn.Linear(count * width, width, bias=False)
@@ -217,7 +217,7 @@ def build(recipe: DFlashRecipe, data: RunData) -> HeadTrainee:
     """Checks the memory, then loads the target. See `Builder`."""
     config = load_config(locate(recipe.model, "target"))
     settings = recipe.settings_of(config, data)
-    shape = block_model(settings, dtype=torch.float32, device="meta")
+    shape = block_model(settings, torch.float32, device="meta")
     width, rank = settings.width, recipe.previous_token_rank
     trained = memory.parameters_of(shape) + len(settings.target_layers) * width**2 + rank * (3 * width + rank)
     drop = Drop(k=recipe.depths, r=recipe.r, r_min=recipe.r_min, mask_id=settings.mask_token_id)
