@@ -74,7 +74,7 @@ class BlockSettings:
         checked("head_dim", lambda size: size % 2 == 0)
         checked("num_attention_heads", lambda heads: heads % sizes["num_key_value_heads"] == 0)
         sizes["rms_norm_eps"] = checked("rms_norm_eps", lambda eps: type(eps) is float and 0 < eps < 1)
-        sizes["rope_parameters"] = checked("rope_parameters", _is_plain)
+        sizes["rope_parameters"] = checked("rope_parameters", _is_unscaled)
         return cls(
             sizes=sizes,
             layers=checked("num_hidden_layers", lambda count: type(count) is int and 1 <= count <= MOST_LAYERS),
@@ -97,8 +97,8 @@ class BlockSettings:
         }
 
 
-def _is_plain(rope: Any) -> bool:
-    """Whether positions turn as they were published first: of others passes differ."""
+def _is_unscaled(rope: Any) -> bool:
+    """Whether angles are proportional to positions: other kinds are not computed."""
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
         return False
     return isinstance(theta := rope.get("rope_theta"), int | float) and theta > 1

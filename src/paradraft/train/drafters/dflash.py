@@ -18,20 +18,18 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from paradraft.drafters.parts.block_layers import block_model, norm_of_states, rotated
-from paradraft.drafters.parts.previous_token import MOST_RANK, new_head
+from paradraft.drafters.parts.previous_token import new_head
 from paradraft.formats.block import BlockSettings
 from paradraft.models.architectures import head_size, spec_of
-from paradraft.models.forward import FINAL_NORM
 from paradraft.sources.loading import load_config, locate
 from paradraft.train import memory
-from paradraft.train.drafters.draft_layers import UNSURE
+from paradraft.train.drafters.draft_layers import UNSURE, MasksRecipe, check_target_layers
 from paradraft.train.drafters.heads import HeadObjective, HeadTrainee, check_memory
-from paradraft.train.drafters.output_heads import DraftHeadRecipe, trimmed_target
+from paradraft.train.drafters.output_heads import trimmed_target
 from paradraft.train.objectives.batch import Drop, TrainingBatch
 from paradraft.train.objectives.objective import corrected
-from paradraft.train.objectives.rows import FLEX, as_mask
+from paradraft.train.objectives.rows import FLEX, as_mask, of_pairs
 from paradraft.train.objectives.teacher import Teacher
-from paradraft.train.recipe import Part
 from paradraft.train.trainee import RunData
 
 MOST_LAYERS = 5
@@ -42,17 +40,8 @@ CONTEXT = -1
 """In place of a depth: the key is a state of the target."""
 
 
-class DFlashRecipe(DraftHeadRecipe):
+class DFlashRecipe(MasksRecipe):
     """Settings of `paradraft train dflash`."""
-
-    PARTS = (
-        *DraftHeadRecipe.PARTS,
-        Part(
-            settings=("r", "r_min", "depth_weights", "previous_token_rank"),
-            wanted="k=2 or more",
-            is_on=lambda recipe: recipe.k > 1,
-        ),
-    )
 
     layers: int = Field(default=2, ge=1, description="layers, of Qwen3's kind in the target's size")
     target_layers: list[int] | None = Field(
@@ -63,14 +52,6 @@ class DFlashRecipe(DraftHeadRecipe):
     )
     mask_token_id: int | None = Field(
         default=None, ge=0, description="token whose embedding the masks have; by default the one that ends texts"
-    )
-    r: float = Field(default=1.0, gt=0, le=1, description="COD: rows kept from position to position; 1 keeps all")
-    r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any position")
-    previous_token_rank: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_RANK,
-        description="rank of the head that gives each mask the tokens drafted before it; 0: none",
     )
 
     @model_validator(mode="after")
@@ -86,10 +67,7 @@ class DFlashRecipe(DraftHeadRecipe):
             first, last = min(2, most), max(most - 2, 1)
             count = min(MOST_LAYERS, abs(last - first) + 1)
             return sorted({round(first + (last - first) * i / max(count - 1, 1)) for i in range(count)})
-        if wrong := [layer for layer in self.target_layers if not FINAL_NORM <= layer <= most]:
-            raise ValueError(f"target_layers: model {self.model!r} has no layer {wrong[0]}, use {FINAL_NORM} to {most}")
-        if len(set(self.target_layers)) < len(self.target_layers):
-            raise ValueError(f"target_layers={self.target_layers}: name each layer once")
+        check_target_layers(self.target_layers, most, self.model)
         return self.target_layers
 
     def settings_of(self, config: PretrainedConfig, data: RunData) -> BlockSettings:
@@ -210,7 +188,7 @@ def block_mask(batch: TrainingBatch, model: PreTrainedModel) -> Tensor | BlockMa
             return may_attend(*(part[group, query] for part in own), *(part[group, key] for part in keys))
 
         return create_block_mask(sees, S, None, R, both, device=rows.position.device)
-    return as_mask(may_attend(*(part[:, :, None] for part in own), *(part[:, None] for part in keys)), model)
+    return as_mask(of_pairs(may_attend, own, keys), model)
 
 
 def build(recipe: DFlashRecipe, data: RunData) -> HeadTrainee:

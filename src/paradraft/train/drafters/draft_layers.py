@@ -72,13 +72,13 @@ class LayersRecipe(DraftHeadRecipe):
         return self
 
 
-class ParallelRecipe(LayersRecipe):
-    """Settings of trainings of decoder layers that draft with masks."""
+class MasksRecipe(DraftHeadRecipe):
+    """Settings of trainings on the target's states that draft with masks."""
 
     PARTS = (
-        *LayersRecipe.PARTS,
+        *DraftHeadRecipe.PARTS,
         Part(
-            settings=("r", "r_min", "distinct_masks", "mask_state", "depth_weights", "previous_token_rank"),
+            settings=("r", "r_min", "depth_weights", "previous_token_rank"),
             wanted="k=2 or more",
             is_on=lambda recipe: recipe.k > 1,
         ),
@@ -86,13 +86,23 @@ class ParallelRecipe(LayersRecipe):
 
     r: float = Field(default=1.0, gt=0, le=1, description="COD: rows kept from position to position; 1 keeps all")
     r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any position")
-    distinct_masks: bool = Field(default=True, description="a mask for each position of the draft, or one for all")
     previous_token_rank: int = Field(
         default=0,
         ge=0,
         le=MOST_RANK,
         description="rank of the head that gives each mask the tokens drafted before it; 0: none",
     )
+
+
+class ParallelRecipe(MasksRecipe, LayersRecipe):
+    """Settings of trainings of decoder layers that draft with masks."""
+
+    PARTS = (
+        *MasksRecipe.PARTS,
+        Part(settings=("distinct_masks", "mask_state"), wanted="k=2 or more", is_on=lambda recipe: recipe.k > 1),
+    )
+
+    distinct_masks: bool = Field(default=True, description="a mask for each position of the draft, or one for all")
     mask_state: Literal["anchor", "learned"] = Field(
         default="anchor",
         description="the target's state that a mask reads: that before the last committed token, or a learned vector",
@@ -248,6 +258,14 @@ class MaskEmbeddings(nn.Module):
         return embeddings_SRD, states_SRD
 
 
+def check_target_layers(layers: Sequence[int], most: int, model: str) -> None:
+    """Raises ValueError if a model of `most` layers has not all of these, or one is named twice."""
+    if wrong := [layer for layer in layers if not FINAL_NORM <= layer <= most]:
+        raise ValueError(f"target_layers: model {model!r} has no layer {wrong[0]}, use {FINAL_NORM} to {most}")
+    if len(set(layers)) < len(layers):
+        raise ValueError(f"target_layers={list(layers)}: name each layer once")
+
+
 def layers_trainee(
     drafter: str,
     recipe: LayersRecipe,
@@ -272,10 +290,7 @@ def layers_trainee(
     config = load_config(locate(recipe.model, "target"))
     if recipe.layers > (most := config.num_hidden_layers) and recipe.init != "random":
         raise ValueError(f"layers={recipe.layers}: model {recipe.model!r} has {most} to begin with, set init=random")
-    if wrong := [layer for layer in recipe.target_layers if not FINAL_NORM <= layer <= most]:
-        raise ValueError(f"target_layers: model {recipe.model!r} has no layer {wrong[0]}, use {FINAL_NORM} to {most}")
-    if len(set(recipe.target_layers)) < len(recipe.target_layers):
-        raise ValueError(f"target_layers={recipe.target_layers}: name each layer once")
+    check_target_layers(recipe.target_layers, most, recipe.model)
     shape = layers_like(config, recipe.layers, dtype=torch.float32, device="meta", mistral=for_vllm)
     trained = memory.parameters_of(shape) + joined * 2 * config.hidden_size**2
     # Rows of depth 1 and deeper are not embedded by id, so any mask id will do.

@@ -14,7 +14,7 @@ Shape letters: R rows; `…` is an optional batch axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,14 +86,20 @@ def attention_rule(rows: Rows) -> Tensor:
             [1, 0, 0, 1, 0],
             [1, 0, 0, 1, 1]], dtype=torch.int32)
     """
-    R = rows.position.shape[-1]
-    others = [row[..., None, :] for row in (rows.position, rows.depth, rows.document)]
-    sees = torch.empty(*rows.position.shape, R, dtype=torch.bool, device=rows.position.device)
-    # The rule needs half a dozen temporary matrices, so it is applied in blocks of rows.
-    block = max(PAIRS // max(rows.position.numel(), 1), 1)
-    for queries in (slice(start, start + block) for start in range(0, R, block)):
-        own = (row[..., queries, None] for row in (rows.anchor, rows.depth, rows.document))
-        sees[..., queries, :] = may_attend(*own, *others)
+    own = rows.anchor, rows.depth, rows.document
+    return of_pairs(may_attend, own, (rows.position, rows.depth, rows.document))
+
+
+def of_pairs(rule: Callable[..., Tensor], queries: Sequence[Tensor], keys: Sequence[Tensor]) -> Tensor:
+    """`[…, Q, R]` what a rule says of all pairs of queries and keys, with properties `[…, Q]` and `[…, R]` of each.
+
+    A rule needs half a dozen temporary matrices, so it is applied to some queries at a time.
+    """
+    Q, others = queries[0].shape[-1], [key[..., None, :] for key in keys]
+    sees = torch.empty(*queries[0].shape, keys[0].shape[-1], dtype=torch.bool, device=queries[0].device)
+    block = max(PAIRS // max(keys[0].numel(), 1), 1)
+    for some in (slice(start, start + block) for start in range(0, Q, block)):
+        sees[..., some, :] = rule(*(query[..., some, None] for query in queries), *others)
     return sees
 
 
