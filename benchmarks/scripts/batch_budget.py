@@ -27,7 +27,6 @@ from typing import Any
 from sampled_answers import loaded, options, write
 
 from paradraft.bench.synthetic import rounds
-from paradraft.decode.lengths.draft_length import LengthPolicy
 from paradraft.decode.lengths.expected_length import Expected, NodeBudget
 from paradraft.decode.payoff import Compared
 from paradraft.drafters.none import NoDrafter
@@ -59,13 +58,6 @@ class ByRow(Expected):
         gain = 1.0 if row in self._drafting else self.GAIN
         best = max(range(len(rates)), key=rates.__getitem__)
         return best if rates[best] > gain * rates[0] else 0
-
-
-def as_by_row(policy: LengthPolicy) -> LengthPolicy:
-    """The policy of a new engine, with lengths by row."""
-    assert isinstance(policy, Expected)
-    policy.__class__ = ByRow
-    return policy
 
 
 class Answers:
@@ -170,19 +162,17 @@ def main() -> None:
             plain = Engine(plain_target, NoDrafter(), Speculation())
             speculation = Speculation(drafter=args.drafter, draft=args.draft, k=args.k, lengths="expected")
             whole, by_row = (Engine(target, drafter, speculation) for target, drafter, _ in drafting)
-            by_row.lengths = Compared(as_by_row(by_row.lengths.policy), tries_plain=True)
+            lengths = ByRow(
+                args.k,
+                one_by_one=by_row.drafter.traits.drafts_one_by_one,
+                reading_work=by_row.target.relative_work(by_row.drafter.models),
+            )
+            by_row.lengths = Compared(lengths, tries_plain=True)
             all_turns.append(Turns({PLAIN: plain, BATCH: whole, ROW: by_row}, args.tokens))
             for _ in range(args.repeats):
                 all_turns[-1].answer(list(itertools.islice(following, size)))
         batches[str(size)] = figures(all_turns)
-        print(
-            size,
-            {
-                name: [value for value in one.values() if isinstance(value, float)]
-                for name, one in batches[str(size)].items()
-            },
-            flush=True,
-        )
+        print(size, {name: (one["first"], one["later"]) for name, one in batches[str(size)].items()}, flush=True)
         write(args, {"batches": batches}, "drafter", "k", "tokens")
 
 
