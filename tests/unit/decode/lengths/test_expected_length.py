@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -13,98 +12,7 @@ from paradraft.decode.stats import RoundOutput, RoundTime
 from paradraft.ragged import from_lists
 from paradraft.tree import ABSENT, Tree
 from tests.support.decoding import requests, round_of
-
-Cost = Callable[[int, int], float]
-
-
-class Simulated:
-    """Decoding whose acceptance and times are known.
-
-    Args:
-        policy: is asked and told of every round.
-        target_s: of a pass with so many tokens.
-        draft_s: of so many rows that draft so deep.
-        noise: by which share of it a time is longer, on average.
-        prompts: tokens of each.
-        reading_s: time in which the drafter reads a token before a row's first draft.
-        most: tokens of an answer.
-    """
-
-    def __init__(
-        self,
-        policy: Expected,
-        rows: int,
-        target_s: Callable[[int], float],
-        draft_s: Cost,
-        *,
-        noise: float = 0.0,
-        prompts: Sequence[int] = (),
-        reading_s: float = 0.0,
-        most: int | None = None,
-    ) -> None:
-        self.policy, self.rows = policy, rows
-        self.target_s, self.draft_s, self.noise = target_s, draft_s, noise
-        self.chooser = random.Random(0)
-        self.asked: list[list[int]] = []
-        self.tokens, self.seconds = 0, 0.0
-        self.slowness = 1.0
-        self.disturbed = 0.0
-        """How often a time is ten times as long."""
-        self.unread, self.reading_s = list(prompts or [1] * rows), reading_s
-        policy.start(None, is_ragged=True)
-        if prompts:
-            policy.learn_prefill(sum(prompts) - rows, target_s(sum(prompts)))
-        policy.join(requests([[1] * count for count in self.unread], limits=most))
-
-    def run(self, rounds: int, chances: Sequence[float], *, deepest: int = 99) -> None:
-        """Rounds in which each token of a row is accepted with its chance, and drafts are at most `deepest`."""
-        self.unread = (self.unread + [0] * self.rows)[: self.rows]  # a test may have let rows join or leave
-        for _ in range(rounds):
-            asked = self.policy.next()
-            drafted = [min(length, deepest) for length in asked]
-            accepted = [self._accepted(*pair) for pair in zip(drafted, chances, strict=True)]
-            verify_s = self.slowness * self.target_s(self.rows + sum(drafted)) * self._noise()
-            number = sum(length > 0 for length in asked)
-            draft_s = self.slowness * self.draft_s(number, max(asked)) * self._noise() if number else 0.0
-            draft_s += self.reading_s * sum(unread for unread, length in zip(self.unread, asked, strict=True) if length)
-            left = (0 if length else unread for unread, length in zip(self.unread, asked, strict=True))
-            self.unread = [unread + 1 + more for unread, more in zip(left, accepted, strict=True)]
-            self.policy.observe(round_of(accepted, drafted), RoundTime(draft_s=draft_s, verify_s=verify_s, other_s=0.0))
-            self.asked.append(list(asked))
-            self.tokens += self.rows + sum(accepted)
-            self.seconds += (draft_s + verify_s) / self.slowness
-
-    def _accepted(self, length: int, chance: float) -> int:
-        return next((place for place in range(length) if self.chooser.random() >= chance), length)
-
-    def _noise(self) -> float:
-        noise = 1.0 + self.noise * abs(self.chooser.gauss(0.0, 1.0))
-        return noise * (10.0 if self.chooser.random() < self.disturbed else 1.0)
-
-    @property
-    def speed(self) -> float:
-        """Tokens a second, as many times as plain decoding without noise."""
-        return self.tokens / self.seconds * self.target_s(self.rows) / self.rows
-
-
-def flat(tokens: int) -> float:
-    """A pass that waits for memory."""
-    return 1.0 + 0.005 * tokens
-
-
-def steep(tokens: int) -> float:
-    """A pass that computes."""
-    return 1.0 + 0.12 * tokens
-
-
-def one_pass(rows: int, depth: int) -> float:
-    """A parallel drafter."""
-    return 0.25 + 0.00125 * rows * 2 * depth
-
-
-def many_passes(rows: int, depth: int) -> float:
-    """An autoregressive drafter."""
-    return depth * (0.2 + 0.00125 * rows)
+from tests.support.simulated_rounds import Cost, Simulated, flat, many_passes, one_pass, steep
 
 
 @pytest.mark.parametrize(
@@ -186,114 +94,33 @@ def test_drafting_comes_back_when_it_pays_again(rows: int, within: int) -> None:
     assert sum(map(sum, simulated.asked[-100:])) > 0.8 * 100 * rows * 8
 
 
-@pytest.mark.parametrize("checks", [True, False])
-def test_slow_rounds_after_a_prompt_are_not_what_plain_decoding_takes(
-    checks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards batches whose first plain rounds, after a long prefill, take twice as long: without a check of a few plain
-    rounds drafts seem to pay, and many rows read their prompts with the draft model for nothing. Times are like those
-    of the 1.5B with the 0.5B on two AVX2 cores."""
-    if not checks:
-        monkeypatch.setattr(Expected, "_is_doubtful", lambda self, plan: False)
-    simulated = Simulated(
-        Expected(5, one_by_one=True, reading_work=0.3),
-        16,
-        lambda tokens: 0.04 + 0.0145 * tokens,
-        lambda rows, depth: depth * (0.02 + 0.0065 * rows),
-        prompts=[60] * 16,
-        reading_s=0.0042,
-    )
-    simulated.slowness = 1.9
-    simulated.run(2, [0.7] * 16)
-    simulated.slowness = 1.0
-    simulated.run(125, [0.7] * 16)
-    assert (max(sum(length > 0 for length in asked) for asked in simulated.asked) == 1) is checks
-    assert (simulated.speed > 0.97) is checks
-
-
-def first_batch(prompts: list[int], seed: int, **known: Any) -> tuple[list[int], float]:
-    """The rows that draft in the first batch of an engine, and its speed. Times are like those of the 1.5B with the
-    0.5B on two AVX2 cores, where drafts of four rows do not pay."""
-    simulated = Simulated(
-        Expected(5, **{"one_by_one": True, "reading_work": 0.3, **known}),
-        4,
-        lambda tokens: 0.025 + 0.0175 * tokens,
-        lambda rows, depth: depth * (0.018 + 0.009 * rows),
-        noise=0.05,
-        prompts=prompts,
-        reading_s=0.0042,
-    )
-    simulated.chooser = random.Random(seed)
-    simulated.run(127, [0.8] * 4)
-    simulated.seconds /= 1.04  # without the mean of the noise
-    return [row for row in range(4) if any(asked[row] for asked in simulated.asked)], simulated.speed
-
-
-def test_a_first_batch_reads_one_prompt_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the first batch of an engine where drafts do not pay: the first trial is in the row with the shortest
-    prompt, and no other row reads its own. All four were read, and the batch was 30 % slower than plain decoding. Where
-    reading the shortest takes 3 % of the batch, no draft is tried."""
-    short, long = [153, 94, 40, 121], [400, 380, 300, 390]
-    for seed in range(6):
-        drafted, speed = first_batch(short, seed)
-        assert drafted == [2] and speed > 0.975
-        drafted, speed = first_batch(long, seed)
-        assert drafted == [] and speed > 0.99
-    assert min(first_batch(short, seed, one_by_one=False)[1] for seed in range(6)) < 0.97, "deep drafts look free"
-    assert first_batch(long, 0, reading_work=0.0)[0] == [2], "reading looks free"
-    monkeypatch.setattr(Expected, "_is_affordable", lambda self, trial, plan: True)
-    drafted, speed = first_batch(long, 0)
-    assert drafted == [2] and speed < 0.96
-
-
-def test_prompts_that_need_no_reading_have_no_price() -> None:
-    """Guards prompts of one token, and those whose prefix is known: a division by zero ended the answer."""
-    simulated = Simulated(Expected(5, one_by_one=True, reading_work=0.3), 2, flat, many_passes, prompts=[1, 1])
-    simulated.policy.learn_prefill(0, 0.1)
-    simulated.run(40, [0.9] * 2)
-    assert any(map(any, simulated.asked))
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_one_slow_prefill_does_not_end_drafting(rows: int) -> None:
-    """Guards a first prefill that waits for a compiler or a disk: reading and drafting look as dear as it, until others
-    show what they take. In the second of two batches, rows draft most of the time."""
-    policy = Expected(5, one_by_one=True, reading_work=0.3)
-    for number in range(2):
-        simulated = Simulated(
-            policy, rows, lambda tokens: 0.02 + 0.0005 * tokens, lambda rows, depth: 0.002 * depth, prompts=[60] * rows
-        )
-        if not number:
-            policy.learn_prefill(60 * rows, 10.0)
-        simulated.run(127, [0.85] * rows)
-    assert sum(map(any, simulated.asked)) > 0.8 * len(simulated.asked)
-
-
-def test_trials_come_back_though_texts_grow() -> None:
-    """Guards a text that the drafter has not read, which grows faster than the time that trials may lose: after rounds
-    in which nothing is accepted, it drafts again once everything is."""
-    for seed in range(4):
-        simulated = Simulated(
-            Expected(5, one_by_one=True, reading_work=0.3),
-            1,
-            lambda tokens: 0.06 + 0.005 * tokens,
-            lambda rows, depth: depth * (0.012 + 0.001 * rows),
-            prompts=[100],
-            reading_s=0.0042,
-            most=10_000,
-        )
-        simulated.chooser = random.Random(seed)
-        simulated.run(200, [0.0])
-        simulated.run(1000, [0.97])
-        assert sum(map(any, simulated.asked[-300:])) > 0.8 * 300
-
-
 def test_each_row_drafts_as_much_as_it_is_worth() -> None:
     """Guards a batch whose rows are unlike: those whose drafts are accepted draft, and the others need not wait."""
     simulated = Simulated(Expected(8), 8, steep, lambda rows, depth: 0.05)
     simulated.run(600, [0.95] * 4 + [0.0] * 4)
     nodes = [sum(asked[row] for asked in simulated.asked[300:]) / 300 for row in range(8)]
     assert min(nodes[:4]) > 4 and max(nodes[4:]) < 1
+
+
+def unlike_rows(*, compares_depths: bool) -> float:
+    """The speed of two rows, one of which accepts nearly all, with a drafter of a pass for each token."""
+    speeds = []
+    for seed in range(4):
+        policy = Expected(5, one_by_one=True)
+        policy._one_by_one = compares_depths
+        simulated = Simulated(policy, 2, lambda tokens: 0.023 + 0.0008 * tokens, lambda rows, depth: 0.0105 * depth)
+        simulated.chooser = random.Random(seed)
+        simulated.run(60, [0.6, 0.97])
+        simulated.tokens, simulated.seconds = 0, 0.0
+        simulated.run(300, [0.6, 0.97])
+        speeds.append(simulated.speed)
+    return sum(speeds) / len(speeds)
+
+
+def test_depths_are_compared_where_each_takes_a_pass() -> None:
+    """Guards batches of unlike rows, where no threshold of all rows drafts them equally deep: what a deeper draft of
+    one row costs, the other has for nothing."""
+    assert unlike_rows(compares_depths=True) > 1.02 * unlike_rows(compares_depths=False)
 
 
 def test_what_rows_leave_is_not_what_others_get() -> None:
