@@ -96,7 +96,7 @@ llama-server: ## Create build/llama-server, llama.cpp's server, which is asked t
 	cmake -S build/llama-server/sources/vendor/llama.cpp -B build/llama-server/build -DCMAKE_BUILD_TYPE=Release \
 	  -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
 	  -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
-	cmake --build build/llama-server/build --target llama-server --parallel
+	cmake --build build/llama-server/build --target llama-server --parallel $$($(PYTHON) -c 'import os; print(os.cpu_count())')
 	mv build/llama-server/build/bin/llama-server build/llama-server/
 	rm -rf build/llama-server/build build/llama-server/sources build/llama-server/*.tar.gz
 
