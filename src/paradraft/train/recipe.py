@@ -22,6 +22,7 @@ from paradraft.digests import file_digest, model_digest
 from paradraft.models.names import POCKET
 from paradraft.sources.loading import pocket_folder
 from paradraft.sources.records import check_columns
+from paradraft.train.objectives.chain_attention import CHAINS
 from paradraft.train.objectives.losses import Divergence, Reduction
 from paradraft.train.objectives.rows import FLEX
 from paradraft.train.optimizers import Schedule
@@ -163,7 +164,9 @@ class Recipe(BaseModel):
         default=None, description="compute in bf16 (weights stay in float32); by default where the device can"
     )
     attention: Literal["auto", "sdpa", "flex_attention", "eager"] = Field(
-        default="auto", description="auto: flex_attention on GPUs, sdpa with a dense mask elsewhere; or eager"
+        default="auto",
+        description="auto: flex_attention on GPUs, elsewhere one that skips what a row does not see; or sdpa or eager, "
+        "with a dense mask",
     )
     gradient_checkpointing: bool = Field(default=False, description="less memory for a third more time")
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -251,7 +254,7 @@ class Recipe(BaseModel):
 
     def set_up_passes(self, model: PreTrainedModel, *, on_gpu: bool) -> None:
         """Sets a model's attention and gradient checkpointing."""
-        model.set_attn_implementation((FLEX if on_gpu else "sdpa") if self.attention == "auto" else self.attention)
+        model.set_attn_implementation((FLEX if on_gpu else CHAINS) if self.attention == "auto" else self.attention)
         if self.gradient_checkpointing:
             # `transformers` renamed it in 5.23.
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)

@@ -20,7 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
+
+from paradraft.train.objectives.chain_attention import CHAINS, ChainMask, chains_of
 
 FILLING = -1
 """The document index of padding rows."""
@@ -155,17 +158,26 @@ def conditional_drop(
 
 
 FLEX = "flex_attention"
-"""The attention implementation that skips masked blocks. It has no backward pass on CPUs; SDPA with a dense mask
-computes the same there."""
+"""The attention implementation that skips masked blocks. It has no backward pass on CPUs, where chains are skipped."""
 
 
 def attention_mask(rows: Rows, model: PreTrainedModel) -> Tensor | BlockMask:
-    """Attention mask of rows `[S, R]`: a block mask for flex_attention; else `[S, 1, R, R]`, see `as_mask`."""
+    """Attention mask of rows `[S, R]`: a block mask for flex_attention; with chains `[S, 1, R, N]` over real tokens;
+    else `[S, 1, R, R]`, see `as_mask`."""
     implementation = model.config._attn_implementation
     if implementation == FLEX:
         S, R = rows.position.shape
         return create_block_mask(mask_function(rows), S, None, R, R, device=rows.position.device)
-    return as_mask(attention_rule(rows), model)
+    if implementation != CHAINS or not bool(rows.depth.any()):
+        return as_mask(attention_rule(rows), model)
+    own = rows.anchor, rows.depth, rows.document
+    is_token = (rows.depth == 0) & (rows.document != FILLING)
+    places = torch.arange(rows.depth.shape[1], device=rows.depth.device)
+    tokens = pad_sequence([places[mine] for mine in is_token], batch_first=True)
+    fill = pad_sequence([rows.document[group][mine] for group, mine in enumerate(is_token)], True, FILLING - 1)
+    keys = rows.position.gather(1, tokens), rows.depth.gather(1, tokens), fill
+    chains = chains_of(*own, first=1, tokens=tokens)
+    return ChainMask.of(of_pairs(may_attend, own, keys), chains, mask_dtype(model))
 
 
 def as_mask(sees_SQR: Tensor, model: PreTrainedModel) -> Tensor:
@@ -177,10 +189,14 @@ def as_mask(sees_SQR: Tensor, model: PreTrainedModel) -> Tensor:
     sees, implementation = sees_SQR[:, None], model.config._attn_implementation
     if implementation == "eager":
         return _additive(sees, model.dtype, torch.finfo(model.dtype).min)
-    if implementation == "sdpa" and sees.device.type == "cpu":
-        in_autocast = torch.is_autocast_enabled("cpu")
-        return _additive(sees, torch.get_autocast_dtype("cpu") if in_autocast else model.dtype, -torch.inf)
+    if implementation in ("sdpa", CHAINS) and sees.device.type == "cpu":
+        return _additive(sees, mask_dtype(model), -torch.inf)
     return sees
+
+
+def mask_dtype(model: PreTrainedModel) -> torch.dtype:
+    """The dtype of an additive mask on a CPU: that of the scores."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else model.dtype
 
 
 def _additive(sees: Tensor, dtype: torch.dtype, hidden: float) -> Tensor:
