@@ -50,6 +50,10 @@ SETTINGS = [
     ("medusa_parallel", {"previous_token_rank": 5, "reads": "embedding"}),
     ("dflash", {"layers": 1, "target_layers": [-1], "mask_token_id": 4}),
     ("dflash", {"previous_token_rank": 5, "draft_vocab_size": 20}),
+    ("dflash", {"markov_rank": 5, "draft_vocab_size": 20}),
+    ("dflash", {"markov_rank": 5, "causal": False}),
+    ("dflash", {"anchor_first": False}),
+    ("dflash", {"anchor_first": False, "causal": False, "markov_rank": 3}),
     ("medusa", {"draft_vocab_size": 12}),
     ("medusa", {"draft_vocab_size": 12, "own_heads": True}),
     ("hydra", {"head_rank": 6}),
@@ -63,6 +67,7 @@ CHAINED = [
     ("pard", {"previous_token_rank": 4}),
     ("eagle_parallel", {"previous_token_rank": 4}),
     ("dflash", {"previous_token_rank": 4}),
+    ("dflash", {"anchor_first": False}),
 ]
 """Settings with which a row reads what was computed for another."""
 EXACT = Runtime(dtype="float64", compiled=False)

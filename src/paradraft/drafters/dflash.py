@@ -11,26 +11,27 @@ from collections.abc import Sequence
 
 from paradraft.core import Draft
 from paradraft.drafters.parts.block_layers import BlockLayers
+from paradraft.drafters.parts.correction import Correction
 from paradraft.drafters.parts.draft_head import draft_head
+from paradraft.drafters.parts.markov import MarkovCorrection
 from paradraft.drafters.parts.model_drafter import Config, ModelDrafter
 from paradraft.drafters.parts.one_pass import draft_of_pass
-from paradraft.drafters.parts.previous_token import Correction, previous_token_head
-from paradraft.formats.block import read_block
+from paradraft.drafters.parts.previous_token import PreviousTokenCorrection, previous_token_head
+from paradraft.formats.block import MARKOV_RANK
 from paradraft.formats.head import Head
+from paradraft.formats.published_block import read_block
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 from paradraft.sources.loading import locate
-from paradraft.traits import INSTEAD, Serving, Traits
+from paradraft.traits import Serving, Traits
 
 
 class DFlashDrafter(ModelDrafter):
     """One pass over a block."""
 
     traits = Traits(label="DFlash", words="a block of masks on the target's states", branching="tree")
-    serving = Serving(
-        refusal=f"vLLM's DFlash does not read blocks that are causal and begin with the anchor's draft: {INSTEAD}"
-    )
+    serving = Serving(vllm="dspark", as_exported=True, one_k=True, passes=" in one pass.")
 
     def __init__(self, target: CausalLM, head: Head, runtime: Runtime) -> None:
         self._layers = BlockLayers(target, head, runtime)
@@ -40,15 +41,21 @@ class DFlashDrafter(ModelDrafter):
         self.hidden_layers = settings.target_layers
         self.max_k = None if settings.causal else settings.k
         self._head = draft_head(target, head)
-        has_head = "previous_token_rank" in head.config
-        self._correction = Correction(target, previous_token_head(head), self._head) if has_head else None
+        self._correction: Correction | None = None
+        if "previous_token_rank" in head.config:
+            self._correction = PreviousTokenCorrection(target, previous_token_head(head), self._head)
+        elif MARKOV_RANK in head.config:
+            self._correction = MarkovCorrection(target, head)
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Runs a block, and draws all tokens."""
         if max(lengths) == 0:
             return Draft.empty(len(lengths), self.lm.device)
         states_BKD = self._layers.outputs(lengths)
-        return draft_of_pass(self._sampler, self._tree, self._head(states_BKD), self._correction, states_BKD)
+        logits_BKV = self._head(states_BKD)
+        if self._correction is not None:
+            logits_BKV = self._correction.after(self._layers.anchors, logits_BKV)
+        return draft_of_pass(self._sampler, self._tree, logits_BKV, self._correction, states_BKD)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> DFlashDrafter:

@@ -16,7 +16,7 @@ from paradraft.drafters.parts.draft_loading import load_parallel_lm
 from paradraft.drafters.parts.model_drafter import Config, ModelDrafter
 from paradraft.drafters.parts.one_pass import draft_of_pass
 from paradraft.drafters.parts.pending_tokens import PendingTokens
-from paradraft.drafters.parts.previous_token import Correction, PreviousTokenHead, load_head
+from paradraft.drafters.parts.previous_token import PreviousTokenCorrection, PreviousTokenHead, load_head
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.runtime import Runtime
@@ -44,7 +44,7 @@ class PardDrafter(ModelDrafter):
         self._pending = PendingTokens(lm)
         super().__init__(lm, self._pending)
         self.models = (lm,)
-        self._correction = None if previous is None else Correction(lm, previous)
+        self._correction = None if previous is None else PreviousTokenCorrection(lm, previous)
         self._layers = () if previous is None else (FINAL_NORM,)  # the states that it corrects
         self.mask_id = mask_id
         self.masks = masks

@@ -1,20 +1,12 @@
-"""Checkpoint of a block drafter: settings, and folders as DFlash publishes them (Chen et al. 2026).
-
-A drafter that was trained here has the format of `paradraft.formats.head`. A published folder has a `config.json` of
-Qwen3 with the architecture DFlashDraftModel, and names no weights of a target.
-"""
+"""Settings of a block drafter, in a checkpoint of the format of `paradraft.formats.head`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from safetensors.torch import load_file
-from transformers import PretrainedConfig
-
-from paradraft.formats.head import CONFIG, WEIGHTS, Head, TargetIdentity, file_of, is_head, read_head, reading
+from paradraft.formats.head import Head
 
 COUNTS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -22,11 +14,14 @@ COUNTS = (
 )  # fmt: skip
 SIZES = (*COUNTS, "rms_norm_eps", "rope_parameters")
 """Entries of the config that are sizes of its layers, by their names in `transformers`."""
+MARKOV_RANK = "markov_rank"
+"""The entry with the rank of a Markov head, see `paradraft.drafters.parts.markov`."""
 MOST_K, MOST_LAYERS = 255, 64
 """Larger numbers in a config are damage."""
-PUBLISHED = "DFlashDraftModel"
-OTHERS = {"DFlash2DraftModel": "DFlash 2", "Qwen3DSparkModel": "DSpark"}
-"""Architectures whose blocks have a head that is not read yet."""
+MARKOV_EMBEDDING, MARKOV_OUTPUT = "markov.embedding.weight", "markov.output.weight"
+"""Names of its weights: A `[V, X]` and B `[U, X]`."""
+OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", "output_head.weight"
+"""Names of an embedding `[V, D]` and an output head `[U, D]` in place of the target's, which other trainers store."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,75 +102,3 @@ def _is_unscaled(rope: Any) -> bool:
 def _are_layers(layers: Any) -> bool:
     is_list = isinstance(layers, list) and len(layers) > 0
     return is_list and all(type(layer) is int and layer >= -1 for layer in layers)
-
-
-def is_published_block(config: PretrainedConfig) -> bool:
-    """Whether a folder's config is of DFlash or a relative; such a folder looks like a small Qwen3."""
-    architectures = config.architectures
-    return isinstance(architectures, list) and any(each in (PUBLISHED, *OTHERS) for each in architectures)
-
-
-def published_k(config: PretrainedConfig) -> int | None:
-    """Most tokens of the drafts of a published folder; None for others, and if any number is."""
-    size, own = getattr(config, "block_size", None), getattr(config, "dflash_config", None)
-    is_causal = isinstance(own, dict) and own.get("causal") is True
-    return size - 1 if is_published_block(config) and type(size) is int and size > 1 and not is_causal else None
-
-
-def read_block(name: str, kind: str, config: PretrainedConfig) -> Head:
-    """Reads a checkpoint that was trained here or published; raises ValueError as `read_head`.
-
-    Args:
-        name: a folder, or a Hugging Face id.
-        kind: the drafter's name.
-        config: the target's.
-    """
-    if is_head(name):
-        return read_head(name, kind, config)
-    with reading(name, kind):
-        published = json.loads(file_of(name, CONFIG).read_bytes())
-        entries = _entries(name, published)
-        identity = TargetIdentity(
-            hidden_size=published.get("hidden_size"),
-            num_hidden_layers=published.get("num_target_layers", config.num_hidden_layers),
-            vocab_size=published.get("vocab_size", config.vocab_size),
-            weights=None,
-        )
-        identity.check(TargetIdentity.of(config, reads_weights=False), name)
-        return Head(config=entries, target=identity, weights=load_file(file_of(name, WEIGHTS)), name=name)
-
-
-def _entries(name: str, published: Any) -> dict[str, Any]:
-    """The entries of `BlockSettings` in a published config."""
-    if not isinstance(published, dict):
-        raise TypeError("its config.json is no config of a drafter")
-    architectures, own = published.get("architectures"), published.get("dflash_config")
-    for other in OTHERS:
-        if architectures == [other]:
-            raise ValueError(f"draft {name!r} is of {OTHERS[other]}, whose head is not read: use one of DFlash")
-    if architectures != [PUBLISHED] or not isinstance(own, dict):
-        raise ValueError(f"draft {name!r} has the architectures {architectures!r}: use one of {PUBLISHED}")
-    windows = (
-        own.get("use_swa"),
-        published.get("use_sliding_window"),
-        "sliding_attention" in str(published.get("layer_types")),
-    )
-    if any(windows):
-        raise ValueError(f"draft {name!r} has layers with a sliding window, which passes do not compute: use another")
-    if published.get("attention_bias") or published.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"draft {name!r} has layers with biases or another activation than silu: use another")
-    layers, size = own.get("target_layer_ids"), published.get("block_size")
-    if not isinstance(layers, list) or any(type(layer) is not int or layer < 0 for layer in layers):
-        raise ValueError(f"draft {name!r}: target_layer_ids in its config.json is {layers!r}: use another")
-    scaling = published.get("rope_scaling") or {"rope_type": "default"}
-    rope = published.get("rope_parameters") or scaling | {"rope_theta": published.get("rope_theta", 10000.0)}
-    return {key: published.get(key) for key in SIZES} | {
-        "model_type": "dflash",
-        "rope_parameters": rope,
-        "num_hidden_layers": published.get("num_hidden_layers"),
-        "target_layers": [layer + 1 for layer in layers],  # its ids are of outputs, from 0 on
-        "mask_token_id": own.get("mask_token_id"),
-        "k": size - 1 if type(size) is int else size,
-        "causal": own.get("causal", False),
-        "anchor_first": False,
-    }

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from paradraft.core import Request
 from paradraft.decode.generation import Generation
@@ -197,6 +197,103 @@ def test_published_folders_load(family: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(
         found, expected(drafter, engine.target.lm.model, weights, PROMPTS[1]), rtol=1e-5, atol=1e-5
     )
+
+
+def with_head(folder: Path, settings: BlockSettings, rows: int, **entries: Any) -> dict[str, torch.Tensor]:
+    """Makes a folder of `published` one of DSpark, and returns its Markov head, as published."""
+    weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    generator = torch.Generator().manual_seed(3)
+    head = {f"markov_head.markov_w{part}.weight": torch.randn(rows, 5, generator=generator) for part in (1, 2)}
+    others = {
+        "confidence_head.proj.weight": torch.randn(1, settings.width + 5),
+        "confidence_head.proj.bias": torch.ones(1),
+    }
+    save_file(weights | head | others, folder / "model.safetensors")
+    own = config.pop("dflash_config")
+    text = {"architectures": ["Qwen3DSparkModel"], "block_size": 4, "markov_rank": 5, "markov_head_type": "vanilla"}
+    (folder / "config.json").write_text(json.dumps(config | own | text | entries))
+    return head
+
+
+@pytest.mark.parametrize("anchor_first", [True, False])
+def test_published_folders_of_dspark_load(family: Path, tmp_path: Path, anchor_first: bool) -> None:
+    """Guards a Markov head that is left out, or corrects a token by another than the one before: by hand here."""
+    settings = settings_for(family / "target", anchor_first=anchor_first)
+    published(tmp_path / "draft", family / "target", settings)
+    rows = load_config(str(family / "target")).vocab_size
+    size = {} if anchor_first else {"sample_from_anchor": False, "block_size": 5}
+    head = with_head(tmp_path / "draft", settings, rows, **size)
+    engine = load(
+        str(family / "target"), drafter="dflash", draft=str(tmp_path / "draft"), k=4, lengths="fixed",
+        runtime=RUNTIMES["eager, float64"],
+    )  # fmt: skip
+    batch = engine.new_batch()
+    drafter: Any = batch.drafter
+    assert drafter._layers.settings == settings and drafter.max_k == 4
+    before, after = (head[f"markov_head.markov_w{part}.weight"].double() for part in (1, 2))
+    changed = 0
+    for prompt in PROMPTS:
+        batch.clear()
+        batch.join([Generation(Request(tokens=prompt, max_new_tokens=9))])
+        draft = drafter.propose([4]).tokens[0].tolist()
+        plain_KV = drafter._head(drafter._layers.outputs([4]))[0]
+        token = prompt[-1]
+        for place in range(4):
+            corrected_V = plain_KV[place] + (after @ before[token])[: plain_KV.shape[1]]
+            changed += int(corrected_V.argmax() != plain_KV[place].argmax())
+            token = int(corrected_V.argmax())
+            assert draft[place] == token
+    assert changed > 3
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
+def test_what_a_folder_has_of_the_target_is_used(family: Path, tmp_path: Path, name: str) -> None:
+    """Guards a folder with other embeddings, or another output head, than the target's."""
+    published(tmp_path / "draft", family / "target", settings_for(family / "target"))
+    runtime = RUNTIMES["eager, float64"]
+
+    def drafts() -> list[list[int]]:
+        engine = load(
+            str(family / "target"), drafter="dflash", draft=str(tmp_path / "draft"), k=4, runtime=runtime,
+            lengths="fixed",
+        )  # fmt: skip
+        batch = engine.new_batch()
+        batch.join([Generation(Request(tokens=prompt)) for prompt in PROMPTS])
+        found: list[list[int]] = batch.drafter.propose([4] * len(PROMPTS)).tokens.tolist()
+        return found
+
+    without, weights = drafts(), load_file(tmp_path / "draft" / "model.safetensors")
+    model: Any = load(str(family / "target"), drafter="none", runtime=runtime).target.lm.model
+    of_target = model.lm_head.weight if name == "lm_head.weight" else model.model.embed_tokens.weight
+    for rolled, is_same in ((0, True), (7, False)):
+        own = of_target.detach().roll(rolled, 0).contiguous()
+        save_file(weights | {name: own}, tmp_path / "draft" / "model.safetensors")
+        assert (drafts() == without) is is_same
+    save_file(weights | {name: own[:-1].contiguous()}, tmp_path / "draft" / "model.safetensors")
+    with pytest.raises(ValueError, match="has the shape"):
+        drafts()
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"markov_head_type": "gated"}, "has a Markov head of the type 'gated', and only vanilla is read"),
+        ({"markov_rank": None}, "markov_rank in its config.json is None"),
+        ({"markov_rank": 6}, "markov.embedding.weight has the shape"),
+        ({"block_size": 0}, "k in its config.json is 0"),
+        ({"sample_from_anchor": "no"}, "anchor_first in its config.json is 'no'"),
+        ({"is_causal": 1}, "causal in its config.json is 1"),
+        ({"target_layer_ids": None}, "target_layer_ids in its config.json is None"),
+    ],
+)
+def test_damaged_folders_of_dspark_are_refused(
+    family: Path, tmp_path: Path, entries: dict[str, Any], message: str
+) -> None:
+    settings = settings_for(family / "target", anchor_first=True)
+    published(tmp_path / "draft", family / "target", settings)
+    with_head(tmp_path / "draft", settings, load_config(str(family / "target")).vocab_size, **entries)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(str(family / "target"), drafter="dflash", draft=str(tmp_path / "draft"))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from paradraft.core import Committed, Request
 from paradraft.drafters.parts.draft_layers import loaded_layers, random_layers
 from paradraft.drafters.parts.pending_states import PendingStates
-from paradraft.formats.block import BlockSettings
+from paradraft.formats.block import OWN_EMBEDDING, BlockSettings
 from paradraft.formats.head import Head
 from paradraft.models import kv_cache
 from paradraft.models.causal_lm import PREFILL_CHUNK, CausalLM
@@ -50,6 +50,10 @@ def rotated(keys: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     cosines, sines = (angle[..., None, :] for angle in angles)
     first, second = keys.chunk(2, dim=-1)
     return keys * cosines + torch.cat([-second, first], dim=-1) * sines
+
+
+def _rows_of(embedding_VD: Tensor, tokens: Tensor) -> Tensor:
+    return torch.nn.functional.embedding(tokens, embedding_VD)
 
 
 class BlockLayers(PendingStates):
@@ -84,8 +88,12 @@ class BlockLayers(PendingStates):
         self._key_norms = [layer.self_attn.k_norm for layer in body.layers]
         self._angles = body.rotary_emb
         mask = torch.tensor([settings.mask_token_id], device=target.device)
-        self._embed, self._mask_1D = target.embed, target.embed(mask)
-        self._anchors: list[int] = []
+        self._embed = target.embed
+        if OWN_EMBEDDING in head.weights:
+            own_VD = head.tensor(OWN_EMBEDDING, rows, width).to(target.device, target.model.dtype)
+            self._embed = partial(_rows_of, own_VD)
+        self._mask_1D = self._embed(mask)
+        self.anchors: list[int] = []
         """By row, the last committed token."""
 
     @torch.no_grad()
@@ -98,22 +106,22 @@ class BlockLayers(PendingStates):
     def start(self) -> None:
         """See `PendingStates`."""
         super().start()
-        self._anchors = []
+        self.anchors = []
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """See `PendingStates`."""
         super().join(requests, prompt)
-        self._anchors += [tokens[-1] for tokens in prompt.tokens]
+        self.anchors += [tokens[-1] for tokens in prompt.tokens]
 
     def commit(self, new: Committed) -> None:
         """See `PendingStates`."""
         super().commit(new)
-        self._anchors = [[anchor, *tokens][-1] for anchor, tokens in zip(self._anchors, new.tokens, strict=True)]
+        self.anchors = [[anchor, *tokens][-1] for anchor, tokens in zip(self.anchors, new.tokens, strict=True)]
 
     def keep(self, rows: Tensor) -> None:
         """See `PendingStates`."""
         super().keep(rows)
-        self._anchors = [self._anchors[row] for row in rows.tolist()]
+        self.anchors = [self.anchors[row] for row in rows.tolist()]
 
     @torch.no_grad()
     def _keep(self, counts: Sequence[int]) -> None:
@@ -156,7 +164,7 @@ class BlockLayers(PendingStates):
         most = max(sizes)
         present = [[0] * size + [ABSENT] * (most - size) for size in sizes]
         parents = [[BLOCK] * size + [ABSENT] * (most - size) for size in sizes]
-        anchors_B1D = self._embed(upload([[anchor] for anchor in self._anchors], device))
+        anchors_B1D = self._embed(upload([[anchor] for anchor in self.anchors], device))
         vectors_BWD = torch.cat([anchors_B1D, self._mask_1D.expand(len(sizes), most - 1, -1)], dim=1)
         first_B1 = torch.zeros(len(sizes), 1, dtype=torch.long, device=device)
         parents_BW = None if settings.causal else upload(parents, device)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from paradraft.formats.block import OWN_HEAD
 from paradraft.formats.head import Head
 from paradraft.formats.vocab_map import D2T, T2D, VocabMap
 from paradraft.models.causal_lm import CausalLM
@@ -39,6 +40,9 @@ def draft_head(lm: CausalLM, head: Head) -> Callable[[Tensor], Tensor]:
         rank, width = max(len(head.weights.get(DOWN, ())), 1), own.weight.shape[1]
         down, up = lm.linear(head.tensor(DOWN, rank, width)), lm.linear(head.tensor(UP, rows, rank))
         return lambda states: ids.logits(finished(up(down(states)), lm.model.config))
+    if OWN_HEAD in head.weights:
+        stored = lm.linear(head.tensor(OWN_HEAD, rows, own.weight.shape[1]))
+        return lambda states: ids.logits(finished(stored(states), lm.model.config))
     if vocab_map is None:
         return lm.head
     ids_U = vocab_map.to_target

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from paradraft.core import Draft
-from paradraft.drafters.parts.previous_token import Correction
+from paradraft.drafters.parts.correction import Correction
 from paradraft.models.forward.cpu.tree import grow
 from paradraft.sampling.candidates import Candidates, assemble_from, candidates_needed
 from paradraft.sampling.expansion import expanded
@@ -27,7 +27,7 @@ def draft_of_pass(
     correction: Correction | None = None,
     states_BKD: Tensor | None = None,
 ) -> Draft:
-    """Draws the tokens of all depths from logits, and for a previous-token head from their hidden states too.
+    """Draws the tokens of all depths from logits, and with a correction from their hidden states too.
 
     Rules of the kind "numbers" need separate random numbers for each node of a tree; only `expanded` draws so.
     """

@@ -14,7 +14,7 @@ from paradraft.drafters.parts.draft_head import draft_head
 from paradraft.drafters.parts.draft_layers import DraftLayers, Masks
 from paradraft.drafters.parts.model_drafter import ModelDrafter
 from paradraft.drafters.parts.one_pass import draft_of_pass
-from paradraft.drafters.parts.previous_token import Correction, previous_token_head
+from paradraft.drafters.parts.previous_token import PreviousTokenCorrection, previous_token_head
 from paradraft.formats.head import Head
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
@@ -39,7 +39,7 @@ class ParallelLayersDrafter(ModelDrafter):
         self.max_k = self._masks.max_k
         has_head = "previous_token_rank" in head.config
         self._head = draft_head(target, head)
-        self._correction = Correction(target, previous_token_head(head), self._head) if has_head else None
+        self._correction = PreviousTokenCorrection(target, previous_token_head(head), self._head) if has_head else None
 
     def joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
         """The layers' input `[…, D]` from embeddings and states of tokens or masks, see `DraftLayers`."""

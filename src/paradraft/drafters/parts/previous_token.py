@@ -1,15 +1,14 @@
 """Previous-token head: corrects each mask's prediction by the tokens drafted before it.
 
-All masks of a draft pass are read at once, so none depends on the tokens drawn before its own: their predictions are
-right on average and often contradict each other. This head corrects the state h_i of mask i once the tokens before its
-own are drawn: with the embedding e of the token just before, and a memory s of those further back,
+This head corrects the state h_i of mask i once the tokens before its own are drawn (see `correction.py`): with the
+embedding e of the token just before, and a memory s of those further back,
 
     s_i = SiLU(A h_i + E e(x_{i-1}) + R s_{i-1} + b),   s_0 = 0,
     logits_i = W (h_i + C s_i),
 
-where W is the model's output head. So it costs a small matrix product per drafted token, and no pass. A head of this
-kind over Medusa's states is in Zhang et al. 2024 (ReDrafter), one on the previous token alone in Chimera (Zeng et al.
-2024). C is initialized to zero: a model with a new head drafts as without it.
+where W is the model's output head. A head of this kind over Medusa's states is in Zhang et al. 2024 (ReDrafter), one
+on the previous token alone in Chimera (Zeng et al. 2024). C is initialized to zero: a model with a new head drafts as
+without it.
 
 Shape letters: M rows, D hidden size, X rank.
 """
@@ -27,17 +26,13 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PretrainedConfig, PreTrainedModel
 
-from paradraft.core import Draft
+from paradraft.drafters.parts.correction import Correction, without_forbidden
 from paradraft.formats.head import Head, file_of
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, RANK
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.correction import NativeCorrection
 from paradraft.models.output_head import check_linear, sizes_of
 from paradraft.models.quantized import QuantizedTensor
-from paradraft.models.target import gathered
-from paradraft.sampling.expansion import EXPANDED, expanded
-from paradraft.sampling.sampler import Sampler
-from paradraft.tree import Tree
 
 PREFIX = "previous."
 """Prefix of its weight names in a head checkpoint."""
@@ -133,8 +128,8 @@ def _head_of(weights: dict[str, Tensor], rank: int, width: int) -> PreviousToken
     return head
 
 
-class Correction:
-    """Drafts token by token from the outputs of one pass of `lm`, corrected by a previous-token head.
+class PreviousTokenCorrection(Correction):
+    """Draws tokens with a previous-token head on the outputs of `lm`.
 
     Args:
         output_head: of the logits; by default that of `lm`.
@@ -145,41 +140,24 @@ class Correction:
         self, lm: CausalLM, head: PreviousTokenHead, output_head: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         model: Any = lm.model
-        self._lm = lm
         self._state = lm.linear(head.state.weight, head.state.bias)
         self._token = lm.linear(head.token.weight)
         self._memory = lm.linear(head.memory.weight)
-        # W C as one matrix, in bfloat16 precision, as most models' weights. Forbidden tokens get 0.
+        # W C as one matrix, in bfloat16 precision, as most models' weights.
         both_XV = (output_head or lm.head)(head.correction.weight.T.to(lm.device, lm.model.dtype))
-        both_VX = both_XV.masked_fill(both_XV == -torch.inf, 0.0).T.bfloat16().to(lm.model.dtype)
-        self._correction = lm.linear(both_VX)
-        self._native = None
+        both_VX = without_forbidden(both_XV).bfloat16().to(lm.model.dtype)
+        native = None
         if lm.is_native:
             token, memory = (each.to(lm.model.dtype) for each in (head.token.weight, head.memory.weight))
             embedding = model.get_input_embeddings().weight
             embedding = embedding.dequantize() if isinstance(embedding, QuantizedTensor) else embedding
-            self._native = NativeCorrection(embedding, token, memory, both_VX)
+            native = NativeCorrection(embedding, token, memory, both_VX)
+        super().__init__(lm, both_VX, native)
 
-    def draft(self, sampler: Sampler, tree: Tree | None, logits_BKV: Tensor, states_BKD: Tensor) -> Draft:
-        """Draws all tokens from the logits `[B, K, V]` and states `[B, K, D]` of one pass."""
-        k = logits_BKV.shape[1]
-        reads_BKX = self._state(states_BKD[:, 1:])
-        plain = None if self._native is None else sampler.plain_draws(k, logits_BKV.shape[2])
-        if self._native is not None and plain is not None:
-            arguments = logits_BKV, reads_BKX, *plain, self._lm.threads
-            if tree is None:
-                return Draft.chain(self._native.chains(*arguments))
-            if tree.budget is not None:
-                count = min(tree.budget, EXPANDED)
-                tokens_BN, parents_BN = self._native.trees(*arguments, number=count, budget=tree.budget)
-                return Draft(tokens=tokens_BN, parents=parents_BN)
-        memories: list[Tensor] = []
+    def _reads(self, states_BKD: Tensor) -> Tensor:
+        return self._state(states_BKD[:, 1:])
 
-        def expand(depth: int, new_BW: Tensor, slot_BW: Tensor) -> Tensor:
-            read_BWX = reads_BKX[:, depth - 1, None] + self._token(self._lm.embed(new_BW))
-            if memories:
-                read_BWX = read_BWX + self._memory(gathered(memories.pop(), slot_BW))
-            memories.append(silu(read_BWX))
-            return logits_BKV[:, depth, None] + self._correction(memories[0])
-
-        return expanded(sampler, tree, logits_BKV[:, :1], expand, k=k)
+    def _remember(self, tokens_BW: Tensor, read_B1X: Tensor | None, before_BWX: Tensor | None) -> Tensor:
+        assert read_B1X is not None
+        read_BWX = read_B1X + self._token(self._lm.embed(tokens_BW))
+        return silu(read_BWX if before_BWX is None else read_BWX + self._memory(before_BWX))

@@ -1,34 +1,41 @@
 """Training of block drafters on the target's states (DFlash, Chen et al. 2026); see `paradraft.drafters.dflash`.
 
-Blocks are causal, and their anchor drafts the first token, so rows are PARD's (`rows.py`) without the real tokens
-between: a row is the anchor or a mask after it, and sees the rows before it in its chain and the target's states before
-the anchor. COD may drop the later ones.
+By default blocks are causal, and their anchor drafts the first token: rows are PARD's (`rows.py`) without the real
+tokens between. A row is the anchor or a mask after it, and sees the rows before it in its chain and the target's states
+before the anchor. COD may drop the later ones. With `causal: false` a row sees all rows of its chain; with
+`anchor_first: false` all rows are masks one place further on, after an anchor that drafts nothing. At the end of a text
+blocks are shorter.
 
 Shape letters as in `heads.py`; H key/value heads, d head size.
 """
 
 from __future__ import annotations
 
-from typing import Any, Self
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from paradraft.drafters.parts.block_layers import block_model, norm_of_states, rotated
-from paradraft.drafters.parts.previous_token import new_head
-from paradraft.formats.block import BlockSettings
+from paradraft.drafters.parts.markov import MarkovHead
+from paradraft.drafters.parts.previous_token import MOST_RANK, new_head
+from paradraft.formats.block import MARKOV_RANK, BlockSettings
 from paradraft.models.architectures import head_size, spec_of
+from paradraft.models.quantized import as_numbers
 from paradraft.sources.loading import load_config, locate
 from paradraft.train import memory
 from paradraft.train.drafters.draft_layers import UNSURE, MasksRecipe, check_target_layers
 from paradraft.train.drafters.heads import HeadObjective, HeadTrainee, check_memory
 from paradraft.train.drafters.output_heads import trimmed_target
-from paradraft.train.objectives.batch import Drop, TrainingBatch
+from paradraft.train.objectives.batch import Drop, Texts, TrainingBatch
+from paradraft.train.objectives.chain_attention import CHAINS, ChainMask, chains_of
 from paradraft.train.objectives.objective import corrected
-from paradraft.train.objectives.rows import FLEX, as_mask, of_pairs
+from paradraft.train.objectives.rows import FILLING, FLEX, as_mask, mask_dtype, of_pairs
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.trainee import RunData
 
@@ -37,7 +44,7 @@ MOST_LAYERS = 5
 THETA = 1e4
 """Base of rotary positions where the target's layers have several."""
 CONTEXT = -1
-"""In place of a depth: the key is a state of the target."""
+"""In place of a place in a block: the key is a state of the target."""
 
 
 class DFlashRecipe(MasksRecipe):
@@ -53,11 +60,31 @@ class DFlashRecipe(MasksRecipe):
     mask_token_id: int | None = Field(
         default=None, ge=0, description="token whose embedding the masks have; by default the one that ends texts"
     )
+    causal: bool = Field(
+        default=True, description="whether a mask sees only what is before it in its block, or false: all of it"
+    )
+    anchor_first: bool = Field(
+        default=True,
+        description="whether the last committed token drafts the first one, as DSpark's, or false: masks draft all, as "
+        "DFlash's",
+    )
+    markov_rank: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_RANK,
+        description="rank of a head that corrects each token by the one before, as engines read it; 0: none",
+    )
 
     @model_validator(mode="after")
     def _check_passes(self) -> Self:
         if self.gradient_checkpointing:
             raise ValueError("gradient_checkpointing: the passes of dflash do not support it, leave it out")
+        if not self.causal and self.r < 1:
+            raise ValueError(f"r={self.r}: masks that see all of their block need whole ones, set r=1 or causal=true")
+        if self.markov_rank and self.previous_token_rank:
+            raise ValueError(
+                f"markov_rank={self.markov_rank}, previous_token_rank={self.previous_token_rank}: give one of the heads"
+            )
         return self
 
     def layers_of(self, config: PretrainedConfig) -> list[int]:
@@ -90,8 +117,8 @@ class DFlashRecipe(MasksRecipe):
             target_layers=tuple(self.layers_of(config)),
             mask_token_id=mask,
             k=self.k,
-            causal=True,
-            anchor_first=True,
+            causal=self.causal,
+            anchor_first=self.anchor_first,
         )
 
 
@@ -133,23 +160,40 @@ class DFlash(HeadObjective):
         self.layers, self.norm = body.layers, body.norm
         rank = recipe.previous_token_rank if recipe.k > 1 else 0
         self.previous = new_head(target.model, rank, seed=recipe.seed) if rank else None
+        self.markov: MarkovHead | None = None
+        if recipe.markov_rank:
+            embeddings_VD = as_numbers(target.model.get_input_embeddings().weight).detach()
+            self.markov = MarkovHead(embeddings_VD, target.ids, recipe.markov_rank, seed=recipe.seed)
+        self._settings = settings
         self._model = (model,)  # hidden from `nn.Module`: only parameters of its layers and norm are trained
 
     def hidden(self, batch: TrainingBatch, read_SNX: Tensor) -> Tensor:
-        """Returns the layers' output for each row."""
+        """Returns the layers' output for each row; with a Markov head, beside it `[X]` of the token before."""
         (model,) = self._model
         dtype = self.fc.weight.dtype
         embed = self.target.model.get_input_embeddings()
-        hidden_SRD: Tensor = model.model(
-            inputs_embeds=embed(batch.tokens).to(dtype),
-            attention_mask=block_mask(batch, model),
-            position_ids=batch.positions,
+        block = BlockRows.of(batch) if self._settings.anchor_first else BlockRows.after_anchors(batch, self._settings)
+        hidden_SQD: Tensor = model.model(
+            inputs_embeds=embed(block.tokens).to(dtype),
+            attention_mask=block_mask(batch.texts, block, model, causal=self._settings.causal),
+            position_ids=block.anchors + block.places,
             past_key_values=ContextCache(self._context(batch, self.hidden_norm(self.fc(read_SNX.to(dtype))))),
             use_cache=True,
         ).last_hidden_state
+        hidden_SRD = hidden_SQD[:, : batch.tokens.shape[1]]
+        if self.markov is not None:
+            before_SR = batch.texts.tokens.gather(1, batch.text_indices)
+            return torch.cat([hidden_SRD, self.markov.embedding(before_SR).to(hidden_SRD.dtype)], dim=-1)
         if self.previous is None:
             return hidden_SRD
         return corrected(self.previous, hidden_SRD, batch, embed(batch.texts.tokens).to(dtype))
+
+    def head(self, hidden_mD: Tensor, depths_m: Tensor) -> Tensor:
+        """See `HeadObjective`."""
+        if self.markov is None:
+            return super().head(hidden_mD, depths_m)
+        width = self._settings.width
+        return super().head(hidden_mD[:, :width], depths_m) + self.markov.output(hidden_mD[:, width:])
 
     def _context(self, batch: TrainingBatch, states_SND: Tensor) -> list[tuple[Tensor, Tensor]]:
         (model,) = self._model
@@ -163,32 +207,71 @@ class DFlash(HeadObjective):
         return context
 
 
+class BlockRows(NamedTuple):
+    """What the layers read, `[S, Q]` each: the R rows of a batch, and maybe anchors behind.
+
+    Args:
+        places: in the block, from 0, the anchor's, on.
+    """
+
+    tokens: Tensor
+    anchors: Tensor
+    places: Tensor
+    documents: Tensor
+
+    @classmethod
+    def of(cls, batch: TrainingBatch) -> BlockRows:
+        """The rows, the first of a block being its anchor."""
+        return cls(batch.tokens, batch.rows.anchor, batch.depths, batch.documents)
+
+    @classmethod
+    def after_anchors(cls, batch: TrainingBatch, settings: BlockSettings) -> BlockRows:
+        """The rows as masks after their anchors, and behind them the anchors."""
+        rows = cls.of(batch)
+        masks = rows._replace(tokens=torch.full_like(rows.tokens, settings.mask_token_id), places=rows.places + 1)
+        is_first, fill = (batch.depths == 0) & (batch.documents != FILLING), (0, 0, 0, FILLING)
+        own = [
+            pad_sequence([part[mine] for part, mine in zip(parts, is_first, strict=True)], True, filling)
+            for parts, filling in zip(rows, fill, strict=True)
+        ]
+        return cls(*(torch.cat(pair, dim=1) for pair in zip(masks, own, strict=True)))
+
+
 def may_attend(
-    anchor: Tensor, depth: Tensor, document: Tensor, other_anchor: Tensor, other_depth: Tensor, other_document: Tensor
-) -> Tensor:
-    """Whether a row attends to a key: to a state (of depth `CONTEXT`) before its anchor, and to its chain up to itself.
+    anchor: Tensor, place: Tensor, document: Tensor, other_anchor: Tensor, other_place: Tensor, other_document: Tensor,
+    *, causal: bool = True,
+) -> Tensor:  # fmt: skip
+    """Whether a row attends to a key: to a state (at place `CONTEXT`) before its anchor, and to its block.
 
     Of a state, `other_anchor` is its position.
+
+    Args:
+        causal: only up to the row itself.
     """
-    context = (other_depth == CONTEXT) & (other_anchor < anchor)
-    chain = (other_depth != CONTEXT) & (other_anchor == anchor) & (other_depth <= depth)
-    return (document == other_document) & (context | chain)
+    context = (other_place == CONTEXT) & (other_anchor < anchor)
+    block = (other_place != CONTEXT) & (other_anchor == anchor)
+    if causal:
+        block = block & (other_place <= place)
+    return (document == other_document) & (context | block)
 
 
-def block_mask(batch: TrainingBatch, model: PreTrainedModel) -> Tensor | BlockMask:
-    """Attention mask of rows over the N states of the texts and the R rows: `[S, 1, R, N + R]`, or a block mask."""
-    rows, texts = batch.rows, batch.texts
-    own = rows.anchor, rows.depth, rows.document
+def block_mask(texts: Texts, block: BlockRows, model: PreTrainedModel, *, causal: bool) -> Tensor | BlockMask:
+    """Attention mask of what is read over the N states of the texts and itself: `[S, 1, Q, N + Q]`; with chains
+    `[S, 1, Q, N]`; or a block mask."""
+    own = block[1:]
     of_states = texts.positions, torch.full_like(texts.positions, CONTEXT), texts.documents
+    if model.config._attn_implementation == CHAINS:
+        sees_SQN = of_pairs(may_attend, own, of_states)
+        return ChainMask.of(sees_SQN, chains_of(*own, first=0, causal=causal), mask_dtype(model))
     keys = [torch.cat(pair, dim=1) for pair in zip(of_states, own, strict=True)]
-    (S, R), both = rows.position.shape, keys[0].shape[1]
+    rule, (S, Q), both = partial(may_attend, causal=causal), block.tokens.shape, keys[0].shape[1]
     if model.config._attn_implementation == FLEX:
 
         def sees(group: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return may_attend(*(part[group, query] for part in own), *(part[group, key] for part in keys))
+            return rule(*(part[group, query] for part in own), *(part[group, key] for part in keys))
 
-        return create_block_mask(sees, S, None, R, both, device=rows.position.device)
-    return as_mask(of_pairs(may_attend, own, keys), model)
+        return create_block_mask(sees, S, None, Q, both, device=texts.tokens.device)
+    return as_mask(of_pairs(rule, own, keys), model)
 
 
 def build(recipe: DFlashRecipe, data: RunData) -> HeadTrainee:
@@ -198,6 +281,7 @@ def build(recipe: DFlashRecipe, data: RunData) -> HeadTrainee:
     shape = block_model(settings, torch.float32, device="meta")
     width, rank = settings.width, recipe.previous_token_rank
     trained = memory.parameters_of(shape) + len(settings.target_layers) * width**2 + rank * (3 * width + rank)
+    trained += recipe.markov_rank * (config.vocab_size + recipe.draft_ids(config.vocab_size))
     drop = Drop(k=recipe.depths, r=recipe.r, r_min=recipe.r_min, mask_id=settings.mask_token_id)
     rows = sum(max(drop.r**depth, drop.r_min) for depth in range(drop.k))
     kept = memory.kept_by_layers(recipe, shape.config, bf16=data.bf16) + 4.0 * 6 * width
@@ -207,4 +291,6 @@ def build(recipe: DFlashRecipe, data: RunData) -> HeadTrainee:
     entries = settings.entries()
     if objective.previous is not None:
         entries |= {"previous_token_rank": rank}
+    if recipe.markov_rank:
+        entries |= {MARKOV_RANK: recipe.markov_rank}
     return HeadTrainee("dflash", recipe, objective, entries, drop, needed)

@@ -33,19 +33,30 @@ def paths_of(tokens: list[int], parents: list[int]) -> Paths:
 
 
 class Case:
-    """Random matrices and logits."""
+    """Random matrices and logits; of a Markov head, whose memories are rows of its embedding, if so."""
 
-    def __init__(self, seed: int, *, rows: int, places: int, vocab: int, rank: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, seed: int, *, rows: int, places: int, vocab: int, rank: int, dtype: torch.dtype, is_markov: bool = False
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def numbers(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(dtype)
 
-        self.embedding, self.token = numbers(vocab + 3, WIDTH), numbers(rank, WIDTH)
-        self.memory, self.correction = numbers(rank, rank), numbers(vocab, rank)
+        self.embedding = numbers(vocab + 3, rank if is_markov else WIDTH)
+        self.token, self.memory = (None, None) if is_markov else (numbers(rank, WIDTH), numbers(rank, rank))
+        self.correction = numbers(vocab, rank)
         self.logits = 3 * numbers(rows, places, vocab).float()
-        self.reads = numbers(rows, places - 1, rank).float()
+        self.reads = None if is_markov else numbers(rows, places - 1, rank).float()
         self.noise = -torch.rand(rows, places, vocab, generator=generator, dtype=torch.float64).log().neg().log()
+
+    def memory_after(self, row: int, place: int, token: int, before: Tensor | None) -> Tensor:
+        """The memory after a token at a place, and with which the next place is corrected."""
+        embedded = self.embedding[max(token, 0)].float()
+        if self.reads is None or self.token is None or self.memory is None:
+            return embedded
+        read = self.reads[row, place] + self.token.float() @ embedded
+        return silu(read if before is None else read + self.memory.float() @ before)
 
     def native(self, temperatures: list[float], threads: int = 1) -> Tensor:
         chains = NativeCorrection(self.embedding, self.token, self.memory, self.correction)
@@ -75,10 +86,7 @@ class Case:
                 for path in level:
                     logits = self.logits[row, place]
                     if path:
-                        read = self.reads[row, place - 1] + self.token.float() @ self.embedding[path[-1]].float()
-                        before = memories[path[:-1]]
-                        memory = silu(read if before is None else read + self.memory.float() @ before)
-                        memories[path] = memory
+                        memories[path] = memory = self.memory_after(row, place - 1, path[-1], memories[path[:-1]])
                         logits = logits + self.correction.float() @ memory
                     scores = logits.double()
                     if temperature:
@@ -104,9 +112,7 @@ class Case:
             for place in range(places):
                 logits = self.logits[row, place]
                 if place:
-                    read = self.reads[row, place - 1]
-                    read = read + self.token.float() @ self.embedding[max(int(tokens[row, place - 1]), 0)].float()
-                    memory = silu(read if memory is None else read + self.memory.float() @ memory)
+                    memory = self.memory_after(row, place - 1, int(tokens[row, place - 1]), memory)
                     logits = logits + self.correction.float() @ memory
                 scores = logits.double()
                 if temperature:
@@ -122,13 +128,14 @@ class Case:
     ("rows", "places", "vocab", "rank"), [(1, 8, 300, 6), (5, 4, 64, 12), (2, 1, 7, 3), (3, 2, 1000, 130)]
 )
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("is_markov", [False, True])
 def test_tokens_are_those_drawn_one_by_one(
-    rows: int, places: int, vocab: int, rank: int, dtype: torch.dtype, threads: int
+    rows: int, places: int, vocab: int, rank: int, dtype: torch.dtype, threads: int, is_markov: bool
 ) -> None:
     """Guards memories and embeddings of other tokens, and panels that are missed; a row is the same in any batch."""
     temperatures = [(0.0, 0.8, 1.7)[row % 3] for row in range(rows)]
     for seed in range(5):
-        case = Case(seed, rows=rows, places=places, vocab=vocab, rank=rank, dtype=dtype)
+        case = Case(seed, rows=rows, places=places, vocab=vocab, rank=rank, dtype=dtype, is_markov=is_markov)
         expected, closest = case.plain(temperatures)
         assert closest > 1e-5  # or rounding would decide
         assert torch.equal(case.native(temperatures, threads), expected)
@@ -165,15 +172,16 @@ def test_of_equal_tokens_the_first_is_taken() -> None:
     [(1, 8, 300, 6, 12), (5, 4, 64, 12, 7), (2, 1, 7, 3, 3), (3, 3, 1000, 130, 24), (1, 2, 3, 4, 12), (2, 5, 90, 4, 1)],
 )
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("is_markov", [False, True])
 def test_trees_are_the_likeliest_nodes(
-    rows: int, places: int, vocab: int, rank: int, budget: int, dtype: torch.dtype, threads: int
+    rows: int, places: int, vocab: int, rank: int, budget: int, dtype: torch.dtype, threads: int, is_markov: bool
 ) -> None:
     """Guards a token thought of after another node than its parent, branches that are missed, and trees deeper than
     the draft."""
     temperatures = [(0.0, 0.8, 1.7)[row % 3] for row in range(rows)]
     seen = 0
     for seed in range(6):
-        case = Case(seed, rows=rows, places=places, vocab=vocab, rank=rank, dtype=dtype)
+        case = Case(seed, rows=rows, places=places, vocab=vocab, rank=rank, dtype=dtype, is_markov=is_markov)
         expected, closest = case.likeliest(temperatures, budget)
         if closest < 1e-5:  # rounding would decide
             continue
@@ -210,11 +218,13 @@ def test_trees_are_those_that_python_grows(samplings: list[float]) -> None:
     native = NativeCorrection(case.embedding, case.token, case.memory, case.correction)
     tokens, parents = native.trees(case.logits, case.reads, *plain, 1, number=9, budget=9)
     memories: list[Tensor] = []
+    assert case.reads is not None and case.token is not None and case.memory is not None
+    reads, token, memory = case.reads, case.token, case.memory
 
     def expand(depth: int, new: Tensor, slot: Tensor) -> Tensor:
-        read = case.reads[:, depth - 1, None] + case.embedding[new] @ case.token.T
+        read = reads[:, depth - 1, None] + case.embedding[new] @ token.T
         if memories:
-            read = read + memories.pop().gather(1, slot[:, :, None].expand(-1, -1, 6)) @ case.memory.T
+            read = read + memories.pop().gather(1, slot[:, :, None].expand(-1, -1, 6)) @ memory.T
         memories.append(silu(read))
         return case.logits[:, depth, None] + memories[0] @ case.correction.T
 

@@ -33,22 +33,22 @@ class _Places(ctypes.Structure):
 
 
 class NativeCorrection:
-    """Draws drafts with a head of `paradraft.drafters.parts.previous_token`.
+    """Draws drafts with a previous-token head, or with a Markov head, which has no `token` and no `memory`.
 
     Args:
-        embedding: `[rows, D]` in float32 or bfloat16.
+        embedding: `[rows, D]` in float32 or bfloat16; `[rows, X]` of a Markov head.
         token: E, `[X, D]`.
         memory: R, `[X, X]`.
         correction: W C, `[V, X]`.
     """
 
-    def __init__(self, embedding: Tensor, token: Tensor, memory: Tensor, correction: Tensor) -> None:
+    def __init__(self, embedding: Tensor, token: Tensor | None, memory: Tensor | None, correction: Tensor) -> None:
         self._embedding = embedding.detach().contiguous()
         is_bfloat16 = embedding.dtype == torch.bfloat16
         assert is_bfloat16 or embedding.dtype == torch.float32, "other numbers would be read as these"
-        self._matrices = [PackedMatrix([weight]) for weight in (token, memory, correction)]
+        self._matrices = [None if weight is None else PackedMatrix([weight]) for weight in (token, memory, correction)]
         self._correction = _Correction(
-            *(packed.matrix for packed in self._matrices),
+            *(Matrix() if packed is None else packed.matrix for packed in self._matrices),
             None if is_bfloat16 else self._embedding.data_ptr(),
             self._embedding.data_ptr() if is_bfloat16 else None,
         )
@@ -57,7 +57,7 @@ class NativeCorrection:
     def chains(
         self,
         logits_BKV: Tensor,
-        reads_BKX: Tensor,
+        reads_BKX: Tensor | None,
         temperatures: Sequence[float],
         noise_BKV: Tensor | None,
         threads: int,
@@ -66,7 +66,8 @@ class NativeCorrection:
 
         Args:
             logits_BKV: float32, before any correction.
-            reads_BKX: `[B, K - 1, X]` float32; added to the memory at each position but the first.
+            reads_BKX: `[B, K - 1, X]` float32; added to the memory at each position but the first. None of a Markov
+                head.
             temperatures: of the rows; 0 is greedy.
             noise_BKV: float64; None if all rows are greedy.
             threads: most threads.
@@ -81,7 +82,7 @@ class NativeCorrection:
     def trees(
         self,
         logits_BKV: Tensor,
-        reads_BKX: Tensor,
+        reads_BKX: Tensor | None,
         temperatures: Sequence[float],
         noise_BKV: Tensor | None,
         threads: int,
@@ -104,18 +105,20 @@ class NativeCorrection:
         return nodes[0], nodes[1]
 
     def _places(
-        self, logits_BKV: Tensor, reads_BKX: Tensor, temperatures: Sequence[float], noise_BKV: Tensor | None
+        self, logits_BKV: Tensor, reads_BKX: Tensor | None, temperatures: Sequence[float], noise_BKV: Tensor | None
     ) -> tuple[_Places, list[object]]:
         """The library's inputs, and objects that must live while it runs."""
         B, K, V = logits_BKV.shape
-        logits, reads = logits_BKV.contiguous(), reads_BKX.float().contiguous()
+        logits, reads = logits_BKV.contiguous(), None if reads_BKX is None else reads_BKX.float().contiguous()
         noise = None if noise_BKV is None else noise_BKV.contiguous()
-        assert logits.dtype == torch.float32 and self._matrices[2].matrix.outputs == V
-        assert reads.shape == (B, K - 1, self._matrices[1].matrix.inputs) and len(temperatures) == B
+        correction = self._correction.correction
+        assert logits.dtype == torch.float32 and correction.outputs == V and len(temperatures) == B
+        assert (reads is None) == (self._matrices[0] is None)
+        assert reads is None or reads.shape == (B, K - 1, correction.inputs)
         assert noise is None or (noise.shape == logits.shape and noise.dtype == torch.float64)
         temperatures_B = (ctypes.c_float * B)(*temperatures)
         places = _Places(
-            rows=B, places=K, logits=logits.data_ptr(), reads=reads.data_ptr(),
+            rows=B, places=K, logits=logits.data_ptr(), reads=None if reads is None else reads.data_ptr(),
             temperatures=ctypes.addressof(temperatures_B), noise=None if noise is None else noise.data_ptr(),
         )  # fmt: skip
         return places, [logits, reads, noise, temperatures_B]

@@ -1,4 +1,4 @@
-// Draws drafts token by token, each after a correction of its logits by the tokens before it (drafters/parts/previous_token.py):
+// Draws drafts token by token, each after a correction of its logits by the tokens before it (drafters/parts/correction.py):
 // chains, and trees of the likeliest nodes.
 //
 // Shape letters: B rows of a batch, K places of a draft, V vocabulary, D hidden size, X rank of the correction.
@@ -9,17 +9,26 @@
 #include "gemm.h"
 #include "team.h"
 
+/// The previous-token head; or the Markov head, without `token`, `memory` and `reads`, whose memories are embeddings.
 struct Correction {
     Matrix token, memory, correction;   // [X, D], [X, X], [V, X]
-    const float* embedding;             // [rows, D]; null if it is
+    const float* embedding;             // [rows, D], or [rows, X] of the Markov head; null if it is
     const BFloat16* embedding_bfloat16; // in bfloat16
+
+    int64_t rank() const { return correction.inputs; }
+
+    /// Reads the embedding of a token into as many numbers as it has.
+    void embed(int64_t token, int64_t width, float* into) const {
+        int64_t from = std::max<int64_t>(token, 0) * width;
+        for (int64_t i = 0; i < width; i++) into[i] = embedding ? embedding[from + i] : number(embedding_bfloat16[from + i]);
+    }
 };
 
 /// What a pass said of the places of a draft, and how tokens are drawn from it.
 struct Places {
     int64_t rows, places;      // B, K
     const float* logits;       // [B, K, V] before any correction
-    const float* reads;        // [B, K - 1, X], what the states of the later places add to their memories
+    const float* reads;        // [B, K - 1, X], what the states of the later places add to their memories; or null
     const float* temperatures; // [B]; 0 takes the likeliest token
     const double* noise;       // [B, K, V], or null; greedy rows have none
 };
@@ -41,13 +50,15 @@ struct Nodes {
 
 /// The memories `[nodes, X]` after some nodes, with which the places after theirs are corrected.
 static void remember(const Correction& model, const Places& given, const Nodes& nodes, std::vector<float>& memories) {
-    int64_t rank = model.memory.outputs, width = model.token.inputs, count = nodes.count();
-    std::vector<float> embedded(count * width);
+    int64_t rank = model.rank(), width = model.token.inputs, count = nodes.count();
     memories.resize(count * rank);
+    if (!given.reads) {
+        for (int64_t node = 0; node < count; node++) model.embed(nodes.tokens[node], rank, memories.data() + node * rank);
+        return;
+    }
+    std::vector<float> embedded(count * width);
     for (int64_t node = 0; node < count; node++) {
-        int64_t from = std::max<int64_t>(nodes.tokens[node], 0) * width;
-        for (int64_t i = 0; i < width; i++)
-            embedded[node * width + i] = model.embedding ? model.embedding[from + i] : number(model.embedding_bfloat16[from + i]);
+        model.embed(nodes.tokens[node], width, embedded.data() + node * width);
         int64_t read = nodes.rows[node] * (given.places - 1) + nodes.places[node];
         std::copy_n(given.reads + read * rank, rank, memories.data() + node * rank);
     }
@@ -220,7 +231,7 @@ void grow_corrected(
     const Correction* model, const Places* given, int64_t few, int64_t budget, int64_t* tokens, int64_t* parents,
     int64_t threads
 ) {
-    int64_t rank = model->memory.outputs, vocabulary = model->correction.outputs, panels = model->correction.count();
+    int64_t rank = model->rank(), vocabulary = model->correction.outputs, panels = model->correction.count();
     int64_t room = vocabulary + 2 * LANES;
     std::fill_n(tokens, given->rows * budget, ABSENT);
     std::fill_n(parents, given->rows * budget, ABSENT);
