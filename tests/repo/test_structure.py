@@ -22,6 +22,7 @@ NAMING_FAMILIES = {
     "sources/gguf_tokenizer.py": "names of tokenizers",
     "drafters/parts/draft_layers.py": "vLLM's EAGLE heads are Mistral's layers",
     "drafters/parts/block_layers.py": "DFlash's layers are Qwen3's",
+    "formats/published_block.py": "and so is the config of its folders",
 }
 """Files that may name model families."""
 

@@ -42,9 +42,16 @@ def check_can_write(config: PretrainedConfig, dtype: str, name: str) -> None:
     Raises:
         ValueError: dtype, architecture or YaRN settings are unsupported, or the `gguf` package is not installed.
     """
+    check_dtype(dtype)
+    check_config(config, name)
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises ValueError if files cannot be written, or not in a dtype."""
     if dtype not in TYPES:
         raise ValueError(f"--draft-dtype {dtype} with --to gguf: use one of {', '.join(TYPES)}")
-    check_config(config, name)
+    if find_spec("gguf") is None:
+        raise ValueError("writing GGUF files needs the gguf package: pip install 'paradraft[gguf]'")
 
 
 def check_config(config: PretrainedConfig, name: str) -> None:
@@ -85,27 +92,47 @@ def write_gguf(
     Raises:
         ValueError: the tokenizer is of an unsupported kind, or the format has no name for a weight.
     """
-    import gguf
-
     config, arch = model.config, spec_of(model.config).gguf
     assert arch is not None  # checked
     tensors = dict(_tensors(model, name))
-    writer = gguf.GGUFWriter(file, arch)
-    metadata = {
-        "general.type": "model", "general.name": name, "general.file_type": _FILE_TYPES[TYPES[dtype]],
-        "general.quantization_version": 2, **{f"{arch}.{key}": value for key, value in _settings(config).items()},
-    }  # fmt: skip
+    metadata = model_metadata(arch, config, dtype=dtype, name=name)
     if tokenizer is None:
         metadata["tokenizer.ggml.model"] = "none"
     else:
         metadata |= metadata_of(tokenizer, config.vocab_size, name)
-        metadata |= _ends(model.generation_config, tokenizer.eos_token_id)
+        metadata |= end_metadata(model.generation_config, tokenizer.eos_token_id)
         if (mask := declared_mask_id(config)) is not None:
             masks = getattr(config, "pard_masks", 1)
             metadata |= {"tokenizer.ggml.mask_token_id": mask, PARD_TOKEN: mask, PARD_MASKS: masks}
+    write_tensors(file, arch, metadata, tensors, dtype=dtype)
+
+
+def model_metadata(arch: str, config: PretrainedConfig, *, dtype: str, name: str) -> dict[str, Any]:
+    """The metadata of a file of an architecture, but its tokenizer; see `write_gguf`."""
+    return {
+        "general.type": "model", "general.name": name, "general.file_type": _FILE_TYPES[TYPES[dtype]],
+        "general.quantization_version": 2, **{f"{arch}.{key}": value for key, value in _settings(config).items()},
+    }  # fmt: skip
+
+
+def write_tensors(
+    file: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], *, dtype: str
+) -> None:
+    """Writes a file.
+
+    Args:
+        tensors: by their GGUF names; integers stay integers.
+        dtype: of the matrices, one of `TYPES`.
+    """
+    import gguf
+
+    writer = gguf.GGUFWriter(file, arch)
     for key, value in metadata.items():
         _add(writer, key, value)
     for tensor, weight in tensors.items():
+        if not weight.is_floating_point():
+            writer.add_tensor(tensor, weight.numpy())
+            continue
         kind = _kind(weight, dtype)
         writer.add_tensor(tensor, gguf.quants.quantize(weight.float().numpy(), kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -138,7 +165,7 @@ def _settings(config: PretrainedConfig) -> Mapping[str, object]:
     return settings
 
 
-def _ends(generation: GenerationConfig, first: int | None) -> Mapping[str, int]:
+def end_metadata(generation: GenerationConfig, first: int | None) -> dict[str, int]:
     """The end tokens by metadata key, the tokenizer's own first; the format has keys for three."""
     ends = sorted(end_ids(generation), key=lambda token: (token != first, token))
     return {f"tokenizer.ggml.{key}_token_id": token for key, token in zip(("eos", "eot", "eom"), ends, strict=False)}

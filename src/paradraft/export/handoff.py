@@ -18,18 +18,18 @@ import torch
 from transformers import PretrainedConfig
 
 from paradraft.drafters import serving_of
-from paradraft.drafters.none import NoDrafter
-from paradraft.engine.engine import Engine
-from paradraft.engine.loader import load_engine
 from paradraft.engine.speculation import Speculation
+from paradraft.export.acceptance import MeasuredAcceptance, measured_acceptance
+from paradraft.export.blocks import DSPARK, check_block, with_output_head, write_block_gguf
 from paradraft.export.engines import tensorrt_fixed, vllm_fixed
-from paradraft.export.gguf import FILE, TYPES, check_can_write, write_gguf
+from paradraft.export.gguf import FILE, TYPES, check_can_write, check_dtype, write_gguf
 from paradraft.export.heads import ELSEWHERE, check_head, needs_output_head, write_for_vllm
 from paradraft.export.vllm import check_name, check_rows_fit
 from paradraft.formats.folder import whole_folder, write_model
-from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
+from paradraft.formats.head import Head, TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import CONFIG_KEYS, RANK, declare_masks, declared_mask_id
 from paradraft.formats.pard2 import reads_states
+from paradraft.formats.published_block import write_published
 from paradraft.models.names import POCKET
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
@@ -43,6 +43,7 @@ CARD, TENSORRT_FILE = "README.md", "speculative.yaml"
 
 
 ON_CPUS = "Its tensor parallel size is the target's. At a temperature above 0, compare on GPUs only."
+NEEDS_GPU = "vLLM drafts blocks on GPUs only; with this folder it was not tried."
 OF_ONE_TARGET = "It belongs to this target alone: its weights, not only its shape."
 
 
@@ -57,22 +58,6 @@ class HandoffTask:
     prompts: tuple[str, ...]
     max_new_tokens: int
     runtime: Runtime
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredAcceptance:
-    """Acceptance of the exported folder in paradraft's own loop, greedily.
-
-    Args:
-        length: tokens per pass of the target.
-        by_position: for each draft position, the share of its drafted tokens that was accepted.
-        is_lossless: whether all texts are those of plain decoding.
-    """
-
-    prompts: int
-    length: float
-    by_position: tuple[float, ...]
-    is_lossless: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,10 +120,12 @@ def hand_off(
 
 def _hand_off_head(task: HandoffTask, folder: str, target_folder: str, out: Path) -> Handoff:
     """Exports a drafter on the target's states."""
-    if task.engine != VLLM:
-        raise ValueError(f"{task.draft!r} reads the states of its target, and {ELSEWHERE[task.engine]}: {INSTEAD}")
     head = read_checkpoint(folder)
     drafter = str(head.config["model_type"])
+    if serving_of(drafter).vllm == DSPARK:
+        return _hand_off_block(task, head, target_folder, out)
+    if task.engine != VLLM:
+        raise ValueError(f"{task.draft!r} reads the states of its target, and {ELSEWHERE[task.engine]}: {INSTEAD}")
     check_head(head, task.k)
     check_name(drafter, str(out))
     head.target.check(TargetIdentity.of(load_config(target_folder)), task.draft)
@@ -148,6 +135,29 @@ def _hand_off_head(task: HandoffTask, folder: str, target_folder: str, out: Path
     with whole_folder(out) as new:
         write_for_vllm(new, head, load_config(target_folder), output_head)
         return _finished(task, new, out, target_folder, drafter, (OF_ONE_TARGET, ON_CPUS))
+
+
+def _hand_off_block(task: HandoffTask, head: Head, target_folder: str, out: Path) -> Handoff:
+    """Exports a block drafter."""
+    drafter, config = str(head.config["model_type"]), load_config(target_folder)
+    if task.engine not in (VLLM, GGUF):
+        raise ValueError(f"--to {task.engine}: block drafters are written for {VLLM} and {GGUF}: {INSTEAD}")
+    check_block(head, task.k)
+    head.target.check(TargetIdentity.of(config), task.draft)
+    dtype = task.runtime.draft_dtype or "bfloat16"
+    if task.engine == VLLM:
+        check_name(drafter, str(out))
+    else:
+        check_dtype(dtype)
+    head = with_output_head(head, load_model(target_folder, _as_stored(config)).lm_head.weight.detach())
+    with whole_folder(out) as new:
+        if task.engine == VLLM:
+            write_published(new, head)
+            return _finished(task, new, out, target_folder, drafter, (OF_ONE_TARGET, NEEDS_GPU))
+        write_block_gguf(
+            new / FILE, head, load_tokenizer(target_folder), load_generation_config(target_folder), dtype=dtype
+        )  # fmt: skip
+        return _finished(task, new, out, target_folder, drafter, (OF_ONE_TARGET,), measured=head.name)
 
 
 def _hand_off_model(task: HandoffTask, folder: str, target_folder: str, out: Path) -> Handoff:
@@ -196,19 +206,37 @@ def _as_stored(config: PretrainedConfig) -> Runtime:
 
 
 def _finished(
-    task: HandoffTask, new: Path, out: Path, target_folder: str, drafter: str, notes: tuple[str, ...]
+    task: HandoffTask,
+    new: Path,
+    out: Path,
+    target_folder: str,
+    drafter: str,
+    notes: tuple[str, ...],
+    measured: str | None = None,
 ) -> Handoff:
-    """Measures the exported folder and writes its card."""
+    """Measures the exported folder, or the draft `measured` in its place, and writes its card."""
     engine, k = task.engine, task.k
     served = target_folder if task.target == POCKET else task.target
     done = Handoff(
         engine=engine, drafter=drafter, k=k, notes=notes, launch=_launch(engine, drafter, served, str(out), k),
-        measured=_measure(new, drafter, task) if task.prompts else None,
+        measured=_measured(measured or str(new / FILE if engine == GGUF else new), drafter, task),
     )  # fmt: skip
     (new / CARD).write_text(card(done, task.draft, task.target), encoding="utf-8")
     if engine == TENSORRT:
         (new / TENSORRT_FILE).write_text(_tensorrt_yaml(drafter, str(out), k), encoding="utf-8")
     return done
+
+
+def _measured(draft: str, drafter: str, task: HandoffTask) -> MeasuredAcceptance | None:
+    if not task.prompts:
+        return None
+    return measured_acceptance(
+        task.target,
+        Speculation(drafter=drafter, draft=draft, k=task.k, lengths="fixed"),
+        task.prompts,
+        max_new_tokens=task.max_new_tokens,
+        runtime=replace(task.runtime, draft_dtype=None if task.engine == GGUF else task.runtime.draft_dtype),
+    )
 
 
 def _notes(config: PretrainedConfig, rows: int, engine: str, *, has_masks: bool) -> tuple[str, ...]:
@@ -230,25 +258,6 @@ def _notes(config: PretrainedConfig, rows: int, engine: str, *, has_masks: bool)
     return tuple(notes)
 
 
-def _measure(folder: Path, drafter: str, task: HandoffTask) -> MeasuredAcceptance:
-    prompts, max_new_tokens = list(task.prompts), task.max_new_tokens
-    draft, own_dtype = (folder / FILE, None) if task.engine == GGUF else (folder, task.runtime.draft_dtype)
-    speculation = Speculation(drafter=drafter, draft=str(draft), k=task.k, lengths="fixed")
-    with load_engine(task.target, speculation, runtime=replace(task.runtime, draft_dtype=own_dtype)) as engine:
-        answers = engine.generate(prompts, max_new_tokens=max_new_tokens)
-        stats = [answer.stats for answer in answers]
-        plain = Engine(engine.target, NoDrafter(engine.drafter.reserved_tokens), Speculation(k=1))
-        expected = plain.generate(prompts, max_new_tokens=max_new_tokens)
-    accepted = [sum(counts) for counts in zip(*(answer.accepted for answer in stats), strict=True)]
-    drafted = [sum(counts) for counts in zip(*(answer.drafted for answer in stats), strict=True)]
-    return MeasuredAcceptance(
-        prompts=len(answers),
-        length=sum(answer.tokens for answer in stats) / sum(answer.rounds for answer in stats),
-        by_position=tuple(hits / count for hits, count in zip(accepted, drafted, strict=True) if count),
-        is_lossless=[answer.tokens for answer in answers] == [answer.tokens for answer in expected],
-    )
-
-
 def _launch(engine: str, drafter: str, target: str, draft: str, k: int) -> str:
     """The command, or for `transformers` the code, that starts the engine."""
     model, folder = shlex.quote(target), shlex.quote(draft)
@@ -262,6 +271,11 @@ def _launch(engine: str, drafter: str, target: str, draft: str, k: int) -> str:
             f"python -m sglang.launch_server --model-path {model} --speculative-algorithm STANDALONE "
             f"--speculative-draft-model-path {folder} --speculative-num-steps {k} --speculative-eagle-topk 1 "
             f"--speculative-num-draft-tokens {k + 1}"
+        )
+    if engine == GGUF and serving_of(drafter).vllm == DSPARK:
+        return (
+            f"llama-server -m TARGET.gguf -md {shlex.quote(f'{draft}/{FILE}')} --spec-type draft-dspark "
+            f"--spec-draft-n-max {k} --spec-draft-p-min 0"
         )
     if engine == GGUF:
         return (

@@ -15,10 +15,13 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from paradraft.drafters import drafter_names, drafter_settings, serving_of, split_settings, takes_draft
 from paradraft.engine.speculation import Speculation
+from paradraft.export.blocks import DSPARK
 from paradraft.export.engines import vllm_config, vllm_fixed
 from paradraft.export.heads import EAGLE, check_head, is_exported
+from paradraft.formats.block import BlockSettings
 from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import declared_mask_id, mask_token_id
+from paradraft.formats.published_block import read_block
 from paradraft.models.names import POCKET, is_shape
 from paradraft.sources.loading import load_config, load_tokenizer, locate
 from paradraft.sources.reduced_head import reduced_head
@@ -146,13 +149,16 @@ def check_draft(name: str, draft: str, target: str, k: int) -> None:
 
 def check_name(drafter: str, draft: str) -> None:
     """Raises ValueError if vLLM would mistake a draft model for another kind by its folder name or Hugging Face id."""
-    if serving_of(drafter).vllm != EAGLE and (taken := [word for word in TAKEN_NAMES if word in draft.lower()]):
+    method = serving_of(drafter).vllm
+    if method != EAGLE and (taken := [word for word in TAKEN_NAMES if word in draft.lower() and word != method]):
         raise ValueError(
             f"{draft!r}: vLLM takes a model with {taken[0]!r} in its name for a head of that kind: give it another name"
         )
 
 
 def _check_head(name: str, draft: str, target: str, k: int) -> None:
+    if serving_of(name).vllm == DSPARK:
+        return _check_block(draft, name, target, k)
     head = read_checkpoint(draft, name)
     check_head(head, k)
     head.target.check(TargetIdentity.of(load_config(target)), draft)
@@ -160,6 +166,16 @@ def _check_head(name: str, draft: str, target: str, k: int) -> None:
         raise NeedsExportError(
             f"{draft!r} lacks what vLLM looks for in it: run `paradraft export {draft} OUT --target {target} --to vllm`"
         )
+
+
+def _check_block(draft: str, name: str, target: str, k: int) -> None:
+    settings = BlockSettings.of(read_block(draft, name, load_config(target)))
+    if is_head(draft):
+        raise NeedsExportError(
+            f"{draft!r} has not vLLM's format: run `paradraft export {draft} OUT --target {target} --to vllm -k {k}`"
+        )
+    if k > settings.k:
+        raise ValueError(f"k={k}: {draft!r} was trained to draft {settings.k} tokens: use at most as many")
 
 
 def _check_model(name: str, draft: str, target: str) -> None:

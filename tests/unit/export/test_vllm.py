@@ -54,7 +54,7 @@ def test_a_plan_has_a_k_for_each_batch_size(family: Path) -> None:
 def test_what_vllm_could_not_load_is_refused(family: Path, tmp_path: Path) -> None:
     """Guards whoever would wait for a minute, or serve a drafter of which nothing is ever accepted."""
     with pytest.raises(
-        ValueError, match=r"no drafter 'lookahead': use autoregressive, eagle, medusa, ngram, pard or none"
+        ValueError, match=r"no drafter 'lookahead': use autoregressive, dflash, eagle, medusa, ngram, pard or none"
     ):
         config(family, "lookahead")
     with pytest.raises(ValueError, match="no settings of autoregressive"):

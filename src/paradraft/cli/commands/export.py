@@ -16,7 +16,7 @@ from paradraft.models.runtime import Runtime
 from paradraft.signals import sigterm_raises
 
 if TYPE_CHECKING:
-    from paradraft.export.handoff import MeasuredAcceptance
+    from paradraft.export.acceptance import MeasuredAcceptance
 
 
 DRAFT_DTYPE = (

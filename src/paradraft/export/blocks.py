@@ -1,0 +1,119 @@
+"""Exports block drafters: as a folder of DSpark's for vLLM, and as a file of DFlash's kind for llama.cpp.
+
+Both compute DSpark's blocks (2607.05147), causal ones included, of which the anchor drafts or not; a drafter without a
+Markov head gets one of zeros. vLLM's computation was read in its source (model_executor/models/qwen3_dspark.py,
+v1/worker/gpu/spec_decode/dspark); it needs a GPU, and none has tried a folder yet. llama.cpp's drafts were compared
+with ours (tests/e2e/test_llama_cpp_blocks.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from paradraft.drafters.parts.block_layers import block_model
+from paradraft.drafters.parts.draft_head import DOWN, UP
+from paradraft.export.gguf import end_metadata, model_metadata, write_tensors
+from paradraft.export.gguf_vocabulary import metadata_of
+from paradraft.formats.block import MARKOV_RANK, OWN_HEAD, BlockSettings
+from paradraft.formats.head import Head
+from paradraft.formats.published_block import published_weights
+from paradraft.formats.vocab_map import D2T
+from paradraft.models.quantized import as_numbers, of_outputs
+from paradraft.sources.gguf_model import INNER
+
+DSPARK = "dspark"
+"""vLLM's name of its method."""
+ARCHITECTURE = "dflash"
+"""llama.cpp's name of all block drafters."""
+OUTER = {
+    "norm.weight": "output_norm.weight", "fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight",
+    "lm_head.weight": "output.weight", "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+}  # fmt: skip
+"""llama.cpp's names of weights, by their published names."""
+
+
+def check_block(head: Head, k: int) -> BlockSettings:
+    """The settings of a drafter that engines can serve; raises ValueError if they cannot draft k tokens with it."""
+    settings, name, most = BlockSettings.of(head), head.name, head.target.num_hidden_layers
+    if k > settings.k:
+        raise ValueError(f"k={k}: {name!r} was trained to draft {settings.k} tokens: use at most as many")
+    if "previous_token_rank" in head.config:
+        raise ValueError(
+            f"{name!r} has a previous-token head, which no engine reads: train it with {MARKOV_RANK} in its place"
+        )
+    if outside := [layer for layer in settings.target_layers if not 1 <= layer < most]:
+        raise ValueError(
+            f"{name!r} reads the target's layer {outside[0]}, and engines give those from 1 to {most - 1}: set "
+            "target_layers in training"
+        )
+    return settings
+
+
+def with_output_head(head: Head, target_VD: Tensor) -> Head:
+    """The drafter with its output head `[U, D]` in bfloat16 as a weight, unless it is the target's, `target_VD`."""
+    weights = {name: weight for name, weight in head.weights.items() if name not in (UP, DOWN)}
+    if UP in head.weights:
+        weights[OWN_HEAD] = (head.weights[UP].float() @ head.weights[DOWN].float()).bfloat16()
+    elif D2T in head.weights:
+        weights[OWN_HEAD] = as_numbers(of_outputs(target_VD, target_ids(head))).bfloat16()
+    return replace(head, weights=weights)
+
+
+def target_ids(head: Head) -> Tensor:
+    """`[U]` target ids of a reduced output head's rows."""
+    offsets_U = head.weights[D2T]
+    return offsets_U + torch.arange(len(offsets_U))
+
+
+def write_block_gguf(
+    file: Path,
+    head: Head,
+    tokenizer: PreTrainedTokenizerBase,
+    generation: GenerationConfig,
+    *,
+    dtype: str,
+) -> None:
+    """Writes a drafter that `check_block` accepts as a file for llama.cpp.
+
+    Args:
+        head: with the output head that it needs, see `with_output_head`.
+        tokenizer: the target's.
+        generation: the target's, with its end tokens.
+        dtype: of the matrices, one of `paradraft.export.gguf.TYPES`.
+
+    Raises:
+        ValueError: the tokenizer is of an unsupported kind.
+    """
+    settings, rows = BlockSettings.of(head), head.target.vocab_size
+    config = block_model(settings, torch.float32, device="meta").config
+    config.vocab_size = rows
+    own: dict[str, Any] = {
+        "block_size": settings.k + settings.first,
+        "target_layers": list(settings.target_layers),
+        "sample_from_anchor": settings.anchor_first,
+        "has_confidence_head": False,
+        "attention.causal": settings.causal,
+    }
+    metadata = model_metadata(ARCHITECTURE, config, dtype=dtype, name=file.parent.name)
+    metadata |= {f"{ARCHITECTURE}.{key}": value for key, value in own.items()}
+    metadata |= metadata_of(tokenizer, rows, head.name) | end_metadata(generation, tokenizer.eos_token_id)
+    metadata["tokenizer.ggml.mask_token_id"] = settings.mask_token_id
+    tensors = {_name_of(name): weight for name, weight in published_weights(head).items()}
+    if D2T in head.weights:
+        tensors[D2T] = target_ids(head)
+    write_tensors(file, ARCHITECTURE, metadata, tensors, dtype=dtype)
+
+
+def _name_of(published: str) -> str:
+    if published in OUTER:
+        return OUTER[published]
+    _, layer, part = published.removesuffix(".weight").split(".", 2)
+    theirs = {ours: theirs for theirs, ours in INNER.items()}
+    return f"blk.{layer}.{theirs[part]}.weight"

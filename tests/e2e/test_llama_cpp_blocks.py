@@ -1,0 +1,146 @@
+"""llama.cpp's server with an exported block drafter: our text, and as many accepted tokens as here."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paradraft.core import Request
+from paradraft.decode.generation import Generation
+from paradraft.engine.loader import load
+from paradraft.export.gguf import write_gguf
+from paradraft.export.handoff import hand_off
+from paradraft.formats.head import read_checkpoint, write_head
+from paradraft.models.runtime import Runtime
+from paradraft.sources.loading import load_model, load_tokenizer, locate
+from tests.contract.test_every_trainee import recipe_for, train
+
+SERVER = Path("build/llama-server/llama-server")
+needs_server = [
+    pytest.mark.llama_cpp,
+    pytest.mark.skipif(not SERVER.is_file(), reason="needs make llama-server"),
+]
+pytestmark = needs_server
+K, TOKENS = 4, 40
+RUNTIME = Runtime(dtype="float32")
+KINDS: dict[str, dict[str, Any]] = {
+    "causal, anchor first": {},
+    "Markov head, some ids": {"markov_rank": 16, "draft_vocab_size": 1024},
+    "as DSpark": {"causal": False, "markov_rank": 32},
+    "as DFlash": {"causal": False, "anchor_first": False, "draft_vocab_size": 2048},
+}
+PROMPTS = ("def add(a, b):\n", "class Queue:\n    def __init__(self):\n", "for i in range(10):\n    print(")
+
+
+@contextmanager
+def served(target: Path, draft: Path, log: Path) -> Iterator[str]:
+    """The address of a server that drafts K tokens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = [
+        "-m", target, "-md", draft, "--spec-type", "draft-dspark", "--spec-draft-n-max", K, "--spec-draft-p-min", 0,
+        "-c", 512, "-np", 1, "-t", 1, "--port", port, "--no-warmup",
+        "-lv", 5, "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32",
+    ]  # fmt: skip
+    with log.open("wb") as output, subprocess.Popen([SERVER, *map(str, options)], stdout=output, stderr=output) as run:
+        try:
+            address = f"http://127.0.0.1:{port}"
+            for _ in range(300):
+                assert run.poll() is None, log.read_text(errors="replace")[-3000:]
+                try:
+                    urllib.request.urlopen(f"{address}/health", timeout=5)
+                    break
+                except OSError:
+                    time.sleep(0.2)
+            yield address
+        finally:
+            run.terminate()
+
+
+def answer(address: str, prompt: list[int]) -> dict[str, Any]:
+    """What the server answers, greedily, to tokens."""
+    asked = {"prompt": prompt, "n_predict": TOKENS, "temperature": 0.0, "cache_prompt": False, "return_tokens": True}
+    request = urllib.request.Request(
+        f"{address}/completion", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        found: dict[str, Any] = json.loads(reply.read())
+    return found
+
+
+def our_drafts(draft: Path, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """The answers, and the drafts of each of their rounds but the first, in which llama.cpp drafts nothing."""
+    engine = load("pocket", drafter="dflash", draft=str(draft), k=K, runtime=RUNTIME, lengths="fixed")
+    answers, drafts = [], []
+    for prompt in prompts:
+        first = engine.generate([prompt], max_new_tokens=1)[0].tokens
+        batch, rounds = engine.new_batch(), list[list[int]]()
+        generation = Generation(Request(tokens=[*prompt, *first], max_new_tokens=TOKENS - 1))
+        batch.join([generation])
+        while not generation.is_finished:
+            rounds.append(batch.drafter.propose([K]).tokens[0].tolist())
+            batch.step()
+        answers.append([*first, *generation.tokens])
+        drafts.append(rounds)
+    return answers, drafts
+
+
+def their_drafts(log: str) -> list[list[int]]:
+    """The drafts in a server's log, whose blocks begin at the first place that drafts."""
+    found: list[list[int]] = []
+    first = None
+    for place, token in re.findall(r"draft candidate +0, pos +(\d+): +(\d+) ", log):
+        first = int(place) if first is None else first
+        found += [[]] if int(place) == first else []
+        found[-1].append(int(token))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_llama_cpp_drafts_what_we_draft(family: Path, tmp_path: Path, kind: str) -> None:
+    """Guards layers, positions and places that are shifted by one, and heads that are left out: a server that drafts
+    badly says nothing. The control is a drafter that reads the states of other layers."""
+    folder = locate("pocket", "target")
+    model, tokenizer = load_model(folder, Runtime(device="cpu", dtype="float32")), load_tokenizer(folder)
+    write_gguf(tmp_path / "target.gguf", model, tokenizer, dtype="float32", name="target")
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    settings = {"model": "pocket", "data": [str(Path("src/paradraft/pocket/text.jsonl"))], "k": K, "steps": 40}
+    settings |= {"samples_per_step": 8, "max_length": 128, "optimizer": "muon", "muon_lr": 2e-2, "lr": 2e-3}
+    train("dflash", recipe_for("dflash", family, tmp_path / "head", **settings, **KINDS[kind]))
+    head = read_checkpoint(str(tmp_path / "head"))
+    others = replace(head, config=head.config | {"target_layers": head.config["target_layers"][::-1]})
+    (tmp_path / "others").mkdir()
+    write_head(tmp_path / "others", others)
+    answers, expected = our_drafts(tmp_path / "head", prompts)
+    is_same = {}
+    for name in ("head", "others"):
+        hand_off(
+            str(tmp_path / name), "pocket", "gguf", tmp_path / f"{name}-out", k=K, prompts=[], max_new_tokens=1,
+            runtime=Runtime(dtype="float32", draft_dtype="float32"),
+        )  # fmt: skip
+        compared, same = 0, 0
+        for number, prompt in enumerate(prompts):
+            log = tmp_path / f"{name}-{number}.log"
+            with served(tmp_path / "target.gguf", tmp_path / f"{name}-out" / "model.gguf", log) as address:
+                reply = answer(address, prompt)
+            assert reply["tokens"] == answers[number], "drafts do not change a text"
+            for mine, theirs in zip(expected[number][:-1], their_drafts(log.read_text(errors="replace")), strict=False):
+                compared += 1
+                same += mine == theirs
+                if mine != theirs and name == "others":
+                    break  # the rounds are not the same from here on
+        assert compared > (40 if name == "head" else 0)
+        is_same[name] = same == compared
+    assert is_same == {"head": True, "others": False}

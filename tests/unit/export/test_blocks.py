@@ -1,0 +1,180 @@
+"""Block drafters as engines read them: folders of DSpark's for vLLM, files for llama.cpp."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGUFReader
+from safetensors.torch import load_file, save_file
+
+from paradraft.core import Request
+from paradraft.decode.generation import Generation
+from paradraft.engine.loader import load
+from paradraft.engine.speculation import Speculation
+from paradraft.export.blocks import check_block
+from paradraft.export.handoff import hand_off
+from paradraft.export.vllm import NeedsExportError, check_name, speculative_config
+from paradraft.formats.head import read_checkpoint
+from paradraft.formats.published_block import published_k
+from paradraft.models.runtime import Runtime
+from paradraft.sources.loading import load_config
+from tests.contract.test_every_trainee import recipe_for, train
+from tests.support.drafts import train_head
+from tests.unit.export.test_gguf import read
+
+EXACT = Runtime(dtype="float64", compiled=False)
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "markov": {"markov_rank": 6, "draft_vocab_size": 20},
+    "low rank": {"markov_rank": 4, "head_rank": 6},
+    "as DFlash": {"causal": False, "anchor_first": False, "draft_vocab_size": 24},
+    "as DSpark": {"causal": False, "markov_rank": 5},
+}
+PROMPTS = ([5], [7, 9, 11, 13, 2], list(range(1, 14)), [8, 3] * 20)
+
+
+def trained(family: Path, out: Path, kind: str, **settings: Any) -> Path:
+    train_head(family, "dflash", out, **{"k": 4, "target_layers": [1], "steps": 12} | KINDS[kind] | settings)
+    return out
+
+
+def exported(family: Path, draft: Path, out: Path, engine: str, *, k: int = 4, dtype: str | None = None) -> Path:
+    runtime = Runtime(dtype="float32", draft_dtype=dtype)
+    target = "pocket" if engine == "gguf" else str(family / "target")
+    hand_off(str(draft), target, engine, out, k=k, prompts=[], max_new_tokens=8, runtime=runtime)
+    return out
+
+
+def drafts(family: Path, draft: Path) -> list[list[int]]:
+    """What a folder drafts in the first rounds of some texts."""
+    engine = load(str(family / "target"), drafter="dflash", draft=str(draft), k=4, runtime=EXACT, lengths="fixed")
+    found = []
+    for prompt in PROMPTS:
+        batch = engine.new_batch()
+        batch.join([Generation(Request(tokens=prompt, max_new_tokens=40))])
+        for _ in range(4):
+            found.append(batch.drafter.propose([4]).tokens[0].tolist())
+            batch.step()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_folder_for_vllm_drafts_the_same(family: Path, tmp_path: Path, kind: str) -> None:
+    """Guards names and settings in an exported folder: what an engine does not find, it leaves at its own numbers."""
+    draft = trained(family, tmp_path / "head", kind)
+    out = exported(family, draft, tmp_path / "out", "vllm")
+    config, weights = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    head, target = read_checkpoint(str(draft)), load_config(str(family / "target"))
+    settings = KINDS[kind]
+    is_first, ids = settings.get("anchor_first", True), settings.get("draft_vocab_size", target.vocab_size)
+    assert config["architectures"] == ["Qwen3DSparkModel"] and config["model_type"] == "qwen3"
+    assert config["is_causal"] is config["dflash_config"]["causal"] is settings.get("causal", True)
+    assert config["sample_from_anchor"] is is_first and config["block_size"] == (4 if is_first else 5)
+    assert config["target_layer_ids"] == config["dflash_config"]["target_layer_ids"] == [0], "of outputs, from 0 on"
+    assert config["mask_token_id"] == config["dflash_config"]["mask_token_id"] == head.config["mask_token_id"]
+    assert config["vocab_size"] == target.vocab_size and config.get("draft_vocab_size", target.vocab_size) == ids
+    assert not config["enable_confidence_head"] and config["attention_bias"] is False
+    rank = config["markov_rank"]
+    assert rank == settings.get("markov_rank", 8)
+    assert weights["markov_head.markov_w1.weight"].shape == (target.vocab_size, rank)
+    assert weights["markov_head.markov_w2.weight"].shape == (ids, rank)
+    has_head = "draft_vocab_size" in settings or "head_rank" in settings
+    assert ("lm_head.weight" in weights) is has_head and ("d2t" in weights) is (ids != target.vocab_size)
+    assert "embed_tokens.weight" not in weights and not any(name.startswith("low_rank") for name in weights)
+    assert published_k(load_config(str(out))) == (4 if settings.get("causal") is False else None)
+    if kind != "low rank":  # whose product is rounded once more
+        assert drafts(family, out) == drafts(family, draft)
+    weights["fc.weight"] = weights["fc.weight"].roll(1, 0)
+    save_file(weights, out / "model.safetensors")
+    assert drafts(family, out) != drafts(family, draft), "the drafts depend on what was written"
+
+
+def test_vllm_is_told_what_it_needs(family: Path, tmp_path: Path) -> None:
+    """Guards a server that starts with a folder in our format, or drafts more than was trained."""
+    target = str(family / "target")
+    draft = trained(family, tmp_path / "head", "plain")
+
+    def config(folder: Path, k: int = 4) -> dict[str, Any] | None:
+        return speculative_config(Speculation(drafter="dflash", draft=str(folder), k=k), target)
+
+    with pytest.raises(NeedsExportError, match=r"run `paradraft export .* --to vllm -k 4`"):
+        config(draft)
+    out = exported(family, draft, tmp_path / "for-vllm", "vllm")
+    assert config(out) == {"method": "dspark", "model": str(out), "num_speculative_tokens": 4}
+    with pytest.raises(ValueError, match=r"k=5: .* was trained to draft 4 tokens"):
+        config(out, k=5)
+    card = (out / "README.md").read_text()
+    assert '"method": "dspark"' in card and "GPUs only" in card
+    check_name("dflash", "build/my-dspark")
+    with pytest.raises(ValueError, match="'dflash' in its name"):
+        check_name("dflash", "build/my-dflash")
+
+
+def test_a_file_has_all_weights_and_settings(family: Path, tmp_path: Path) -> None:
+    """Guards the file for llama.cpp, which leaves out what it does not find of a head, and counts layers from 1."""
+    settings = {"draft_vocab_size": 50, "markov_rank": 32, "causal": False, "anchor_first": False}
+    recipe = recipe_for("dflash", family, tmp_path / "head", model="pocket", k=3, steps=1, **settings)
+    train("dflash", recipe)
+    out = exported(family, tmp_path / "head", tmp_path / "out", "gguf", k=3, dtype="float32")
+    found, tensors = read(out / "model.gguf")
+    head = read_checkpoint(str(tmp_path / "head"))
+    assert found["general.architecture"] == "dflash" and found["dflash.block_count"] == 2
+    assert found["dflash.target_layers"] == head.config["target_layers"] and found["dflash.block_size"] == 4
+    assert found["dflash.sample_from_anchor"] is found["dflash.attention.causal"] is False
+    assert found["dflash.has_confidence_head"] is False
+    assert found["tokenizer.ggml.mask_token_id"] == head.config["mask_token_id"]
+    assert len(found["tokenizer.ggml.tokens"]) == head.target.vocab_size == found["dflash.vocab_size"]
+    own = {"layers.1.self_attn.q_norm.weight": "blk.1.attn_q_norm.weight", "norm.weight": "output_norm.weight",
+           "layers.0.self_attn.o_proj.weight": "blk.0.attn_output.weight", "fc.weight": "fc.weight",
+           "layers.0.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
+           "hidden_norm.weight": "enc.output_norm.weight", "markov.embedding.weight": "markov_w1.weight",
+           "markov.output.weight": "markov_w2.weight"}  # fmt: skip
+    for ours, theirs in own.items():
+        assert torch.equal(torch.tensor(tensors[theirs]), head.weights[ours].float()), ours
+    ids = head.weights["d2t"] + torch.arange(50)
+    kinds = {one.name: one.tensor_type.name for one in GGUFReader(out / "model.gguf").tensors}
+    assert kinds["d2t"] == "I64" and tensors["d2t"].tolist() == ids.tolist()
+    output_head = load("pocket", drafter="none", runtime=Runtime(dtype="float32")).target.lm.model.lm_head.weight
+    assert torch.equal(torch.tensor(tensors["output.weight"]), output_head[ids].bfloat16().float())
+    assert len(tensors) == 2 * 11 + 7 and "--spec-type draft-dspark" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "k", "engine", "message"),
+    [
+        ({"previous_token_rank": 4}, 4, "vllm", "has a previous-token head, which no engine reads: train it with"),
+        ({"target_layers": [-1]}, 4, "vllm", "reads the target's layer -1, and engines give those from 1 to 1"),
+        ({"target_layers": [0, 1]}, 4, "vllm", "reads the target's layer 0"),
+        ({"target_layers": [2]}, 4, "vllm", "reads the target's layer 2"),
+        ({}, 5, "vllm", "k=5: "),
+        ({}, 4, "sglang", "--to sglang: block drafters are written for vllm and gguf"),
+        ({}, 4, "transformers", "--to transformers: block drafters"),
+    ],
+)
+def test_what_engines_do_not_compute_is_refused(
+    family: Path, tmp_path: Path, settings: dict[str, Any], k: int, engine: str, message: str
+) -> None:
+    """Guards a folder that an engine loads and drafts badly with."""
+    draft = trained(family, tmp_path / "head", "plain", steps=1, **settings)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        exported(family, draft, tmp_path / "out", engine, k=k)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_head_of_another_target_is_refused(family: Path, tmp_path: Path) -> None:
+    draft = trained(family, tmp_path / "head", "plain", steps=1)
+    head = read_checkpoint(str(draft))
+    assert check_block(head, 4).k == 4
+    with pytest.raises(ValueError, match="was trained for another target"):
+        hand_off(
+            str(draft), str(family / "draft"), "vllm", tmp_path / "out", k=4, prompts=[], max_new_tokens=8,
+            runtime=EXACT,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="num_hidden_layers in its config"):
+        check_block(replace(head, config=head.config | {"num_hidden_layers": 0}), 4)
