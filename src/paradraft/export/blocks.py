@@ -26,6 +26,7 @@ from paradraft.formats.published_block import published_weights
 from paradraft.formats.vocab_map import D2T
 from paradraft.models.quantized import as_numbers, of_outputs
 from paradraft.sources.gguf_model import INNER
+from paradraft.sources.target_loading import load_target
 
 DSPARK = "dspark"
 """vLLM's name of its method."""
@@ -56,13 +57,14 @@ def check_block(head: Head, k: int) -> BlockSettings:
     return settings
 
 
-def with_output_head(head: Head, target_VD: Tensor) -> Head:
-    """The drafter with its output head `[U, D]` in bfloat16 as a weight, unless it is the target's, `target_VD`."""
+def with_output_head(head: Head, target: str) -> Head:
+    """The drafter with its output head `[U, D]` in bfloat16 as a weight, unless it is the whole one of `target`."""
     weights = {name: weight for name, weight in head.weights.items() if name not in (UP, DOWN)}
     if UP in head.weights:
         weights[OWN_HEAD] = (head.weights[UP].float() @ head.weights[DOWN].float()).bfloat16()
     elif D2T in head.weights:
-        weights[OWN_HEAD] = as_numbers(of_outputs(target_VD, target_ids(head))).bfloat16()
+        whole: Any = load_target(target).lm.model.lm_head.weight
+        weights[OWN_HEAD] = as_numbers(of_outputs(whole, target_ids(head))).detach().bfloat16()
     return replace(head, weights=weights)
 
 

@@ -149,7 +149,7 @@ def _hand_off_block(task: HandoffTask, head: Head, target_folder: str, out: Path
         check_name(drafter, str(out))
     else:
         check_dtype(dtype)
-    head = with_output_head(head, load_model(target_folder, _as_stored(config)).lm_head.weight.detach())
+    head = with_output_head(head, target_folder)
     with whole_folder(out) as new:
         if task.engine == VLLM:
             write_published(new, head)

@@ -18,12 +18,13 @@ from paradraft.decode.generation import Generation
 from paradraft.engine.loader import load
 from paradraft.engine.speculation import Speculation
 from paradraft.export.blocks import check_block
+from paradraft.export.gguf import write_gguf
 from paradraft.export.handoff import hand_off
 from paradraft.export.vllm import NeedsExportError, check_name, speculative_config
 from paradraft.formats.head import read_checkpoint
 from paradraft.formats.published_block import published_k
 from paradraft.models.runtime import Runtime
-from paradraft.sources.loading import load_config
+from paradraft.sources.loading import load_config, load_model, load_tokenizer, locate
 from tests.contract.test_every_trainee import recipe_for, train
 from tests.support.drafts import train_head
 from tests.unit.export.test_gguf import read
@@ -143,6 +144,23 @@ def test_a_file_has_all_weights_and_settings(family: Path, tmp_path: Path) -> No
     output_head = load("pocket", drafter="none", runtime=Runtime(dtype="float32")).target.lm.model.lm_head.weight
     assert torch.equal(torch.tensor(tensors["output.weight"]), output_head[ids].bfloat16().float())
     assert len(tensors) == 2 * 11 + 7 and "--spec-type draft-dspark" in (out / "README.md").read_text()
+
+
+def test_a_target_of_few_bits_gives_rows_of_its_head(family: Path, tmp_path: Path) -> None:
+    """Guards GGUF targets, whose head is no numbers; and the rows of its ids."""
+    folder, file = locate("pocket", "target"), tmp_path / "target.gguf"
+    model, tokenizer = load_model(folder, Runtime(device="cpu", dtype="float32")), load_tokenizer(folder)
+    write_gguf(file, model, tokenizer, dtype="int8", name="target")
+    train("dflash", recipe_for("dflash", family, tmp_path / "head", model=str(file), k=3, steps=1, draft_vocab_size=50))
+    runtime = Runtime(dtype="stored", draft_dtype="float32")
+    hand_off(
+        str(tmp_path / "head"), str(file), "gguf", tmp_path / "out", k=3, prompts=["def"], max_new_tokens=8,
+        runtime=runtime,
+    )  # fmt: skip
+    _, tensors = read(tmp_path / "out" / "model.gguf")
+    whole = model.lm_head.weight[tensors["d2t"].astype(int)].detach()
+    written = torch.tensor(tensors["output.weight"])
+    assert 0 < (written - whole).abs().max() < 0.02 * whole.abs().max()
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,13 @@ CURVES = (
         points=((0, 1.01), (370_000, 1.32)),
         file="benchmarks/training-qwen2.5-coder-0.5b-eagle_parallel_epyc-avx512-2cores_2026-11-28.jsonl",
     ),
+    Curve(
+        drafter="dflash",
+        family="SmolLM2 135M Q4_1 (6,858 answers, K = 6, 8,192 ids)",
+        is_real=True,
+        points=((0, 1.03), (980_000, 1.33), (1_960_000, 1.57), (2_940_000, 1.65), (4_900_000, 1.85)),
+        file="benchmarks/training-smollm2-dflash_epyc-avx512-1core_2026-11-29.jsonl",
+    ),
 )
 """Recorded runs, one per drafter and family."""
 
