@@ -33,6 +33,8 @@ from paradraft.train.trainee import RunData
 CPU = torch.device("cpu")
 NF4_BYTES = 0.52
 """Bytes per weight, including its share of the scales."""
+GIVE_BACK_EVERY = 10
+"""Steps; to give memory back after each takes an eighth of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +215,13 @@ def rows_of(tokens: int, *, k: int, r: float, r_min: float) -> int:
     """
     kept = [max(r**depth, r_min) for depth in range(1, k)]
     return math.ceil((tokens - 1) * (1 + sum(kept)))
+
+
+def give_back_after(steps: int) -> None:
+    """Gives memory back after every tenth step. Passes differ in size, and what glibc keeps of them grew to 9 GB in 200
+    steps where 3 GB were in use."""
+    if steps % GIVE_BACK_EVERY == 0:
+        give_back()
 
 
 def give_back() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paradraft.data.samples import Sample
 from paradraft.formats.folder import CARD, put_in_place
-from paradraft.train.memory import give_back
+from paradraft.train.memory import give_back, give_back_after
 from paradraft.train.objectives.batch import TrainingBatch
 from paradraft.train.objectives.losses import row_weights
 from paradraft.train.optimizers import Optimizers
@@ -170,10 +170,9 @@ class Loop:
         if self._standing.is_over(self.recipe.patience) or (not is_evaluated and self._evaluate(first)):
             return first
         evaluation_s = None if is_evaluated else time.perf_counter() - began_s
-        evaluations = sum(map(self._is_due, range(first + 1, self.steps + 1)))
         first_steps = FirstSteps(
             steps=self.steps - first,
-            evaluations=evaluations,
+            evaluations=sum(map(self._is_due, range(first + 1, self.steps + 1))),
             evaluation_s=evaluation_s,
             is_limited=self.recipe.evaluate_every is None,
         )
@@ -195,6 +194,7 @@ class Loop:
                 self._expect(first_steps.add(rows, taken_s=time.perf_counter() - step_began_s))
                 if not is_skipped and (done % self.recipe.log_every == 0 or done == self.steps):
                     self._tell(self._meter.progress(done))
+                give_back_after(done)
                 evaluates = self._evaluates_after(done)
                 if stop_signal is not None and (done < self.steps or evaluates):
                     # An evaluation may take longer than the grace period after SIGTERM.
