@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import statistics
+
 import pytest
 
 from tests.support.figures import ROOT, Figures, methods, raw, table
@@ -183,3 +187,44 @@ def test_the_budget_of_a_batch_is_as_measured() -> None:
     columns = ("rows", "`expected`, first batch", "second", "by row, first batch", "second")
     shown = table("benchmarks/README.md", *columns, "`expected`, whole first batch", "whole second")
     assert shown == expected, "\n".join(f"| {' | '.join(row)} |" for row in expected)
+
+
+STEPS = (0, 60, 120, 180, 240, 300)
+BESIDE = ("dflash", "eagle_parallel")
+
+
+def test_dflash_beside_eagle_parallel_is_as_measured() -> None:
+    """Guards the tables of `docs/drafters.md`: what the two learnt beside each other, and what they yield."""
+    page = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
+    speeds = []
+    for drafter in BESIDE:
+        file = ROOT / "benchmarks" / f"training-smollm2-{drafter}_epyc-avx512-1core_2026-11-29.jsonl"
+        history = [json.loads(line) for line in file.read_text().splitlines()]
+        lengths = {each["step"]: each["acceptance_length"] for each in history if "acceptance_length" in each}
+        cells = " | ".join(f"{lengths[step]:.2f}" for step in STEPS)
+        assert re.search(rf"\| `{drafter}`, \w+ layers? \| {re.escape(cells)} \|", page)
+        speeds.append(statistics.median(each["rows_per_s"] for each in history if "rows_per_s" in each))
+        found = []
+        for temperature in ("0", "0.8"):
+            for task in ("chat", "humaneval", "gsm8k"):
+                name = f"real-smollm2-135m-{drafter}-{task}-t{temperature}_epyc-avx512-1core_2026-11-29"
+                method = raw(name)["methods"][f"{drafter}:k=6"]
+                assert method["identical_to_ar"] and 0.66 <= method["speedup_vs_ar"] <= 0.905
+                found.append(f"{method['acceptance_length']:.2f}")
+        assert f"| `{drafter}` | {' | '.join(found)} |" in page
+    assert f"medians of {speeds[0]:,.0f} and {speeds[1]:,.0f} rows/s" in page
+    assert 1.55 < speeds[1] / speeds[0] < 1.65
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [("dflash-rates", 1.48, 1.65), ("eagle_parallel-chain-rates", 1.24, 1.38)],
+)
+def test_rows_of_chains_are_learnt_as_fast_as_measured(name: str, first: float, second: float) -> None:
+    """Guards the factors in `docs/training.md`."""
+    dense, chains = raw(f"training-smollm2-{name}_epyc-avx512-1core_2026-11-29")["cases"]
+    assert dense["overrides"] == ["attention=sdpa"] and chains["overrides"] == []
+    for epoch, factor in (("first epoch", first), ("second epoch", second)):
+        assert chains[epoch]["rows_per_s"] / dense[epoch]["rows_per_s"] == pytest.approx(factor, abs=0.006)
+        text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+        assert f"{factor:.2f} times" in text
