@@ -26,12 +26,16 @@ from paradraft.formats.published_block import published_weights
 from paradraft.formats.vocab_map import D2T
 from paradraft.models.quantized import as_numbers, of_outputs
 from paradraft.sources.gguf_model import INNER
+from paradraft.sources.loading import load_skeleton
 from paradraft.sources.target_loading import load_target
+from paradraft.traits import INSTEAD
 
 DSPARK = "dspark"
 """vLLM's name of its method."""
 ARCHITECTURE = "dflash"
 """llama.cpp's name of all block drafters."""
+SCALES = ("embedding_multiplier", "logits_scaling", "logit_scale", "final_logit_softcapping")
+"""Entries of a target's config that change its embeddings or logits."""
 OUTER = {
     "norm.weight": "output_norm.weight", "fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight",
     "lm_head.weight": "output.weight", "markov_head.markov_w1.weight": "markov_w1.weight",
@@ -45,6 +49,8 @@ def check_block(head: Head, k: int) -> BlockSettings:
     settings, name, most = BlockSettings.of(head), head.name, head.target.num_hidden_layers
     if k > settings.k:
         raise ValueError(f"k={k}: {name!r} was trained to draft {settings.k} tokens: use at most as many")
+    if not settings.causal and k < settings.k:
+        raise ValueError(f"k={k}: blocks of {name!r} see themselves as a whole: use their size, k={settings.k}")
     if "previous_token_rank" in head.config:
         raise ValueError(
             f"{name!r} has a previous-token head, which no engine reads: train it with {MARKOV_RANK} in its place"
@@ -55,6 +61,17 @@ def check_block(head: Head, k: int) -> BlockSettings:
             "target_layers in training"
         )
     return settings
+
+
+def check_unscaled(target: str) -> None:
+    """Raises ValueError if a target scales its embeddings or logits, which engines leave out in drafters beside it."""
+    skeleton = load_skeleton(target)
+    scales = {name: getattr(skeleton.config, name, None) for name in SCALES}
+    scales["scalar_embed_scale"] = getattr(skeleton.get_input_embeddings(), "scalar_embed_scale", None)
+    if scaled := [name for name, scale in scales.items() if scale is not None and float(scale) != 1]:
+        raise ValueError(
+            f"{target!r} scales its embeddings or logits ({scaled[0]}), and no engine does so here: {INSTEAD}"
+        )
 
 
 def with_output_head(head: Head, target: str) -> Head:

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from paradraft.drafters import serving_of
 from paradraft.engine.speculation import Speculation
 from paradraft.export.acceptance import MeasuredAcceptance, measured_acceptance
-from paradraft.export.blocks import DSPARK, check_block, with_output_head, write_block_gguf
+from paradraft.export.blocks import DSPARK, check_block, check_unscaled, with_output_head, write_block_gguf
 from paradraft.export.engines import tensorrt_fixed, vllm_fixed
 from paradraft.export.gguf import FILE, TYPES, check_can_write, check_dtype, write_gguf
 from paradraft.export.heads import ELSEWHERE, check_head, needs_output_head, write_for_vllm
@@ -43,6 +43,10 @@ CARD, TENSORRT_FILE = "README.md", "speculative.yaml"
 
 
 ON_CPUS = "Its tensor parallel size is the target's. At a temperature above 0, compare on GPUs only."
+MEASURED_BEFORE = (
+    "Its acceptance was measured with the folder it was made of, because only llama.cpp reads the file; the file's "
+    "matrices are {}."
+)
 NEEDS_GPU = "vLLM drafts blocks on GPUs only; with this folder it was not tried."
 OF_ONE_TARGET = "It belongs to this target alone: its weights, not only its shape."
 
@@ -66,8 +70,8 @@ class Handoff:
 
     Args:
         engine: one of `ENGINES`.
-        drafter: how the engine drafts with it: "pard", "medusa", "eagle", or "autoregressive" for an ordinary draft
-            model.
+        drafter: how the engine drafts with it: "pard", "medusa", "eagle", "dflash", or "autoregressive" for an ordinary
+            draft model.
         launch: the command or code that starts the engine.
         notes: further sentences for the card.
     """
@@ -94,7 +98,7 @@ def hand_off(
     """Writes a drafter as an engine loads it.
 
     Args:
-        draft: a PARD model, an ordinary draft model, or for vLLM a drafter on the target's states that it supports: a
+        draft: a PARD model, an ordinary draft model, or a drafter on the target's states that the engine supports: a
             folder, a Hugging Face id, or "pocket".
         engine: one of `ENGINES`.
         out: the folder to write; empty or not existing.
@@ -143,6 +147,7 @@ def _hand_off_block(task: HandoffTask, head: Head, target_folder: str, out: Path
     if task.engine not in (VLLM, GGUF):
         raise ValueError(f"--to {task.engine}: block drafters are written for {VLLM} and {GGUF}: {INSTEAD}")
     check_block(head, task.k)
+    check_unscaled(target_folder)
     head.target.check(TargetIdentity.of(config), task.draft)
     dtype = task.runtime.draft_dtype or "bfloat16"
     if task.engine == VLLM:
@@ -157,7 +162,8 @@ def _hand_off_block(task: HandoffTask, head: Head, target_folder: str, out: Path
         write_block_gguf(
             new / FILE, head, load_tokenizer(target_folder), load_generation_config(target_folder), dtype=dtype
         )  # fmt: skip
-        return _finished(task, new, out, target_folder, drafter, (OF_ONE_TARGET,), measured=head.name)
+        notes = (OF_ONE_TARGET, MEASURED_BEFORE.format(TYPES[dtype]))
+        return _finished(task, new, out, target_folder, drafter, notes, measured=head.name)
 
 
 def _hand_off_model(task: HandoffTask, folder: str, target_folder: str, out: Path) -> Handoff:
@@ -303,7 +309,7 @@ def card(done: Handoff, draft: str, target: str) -> str:
         shares = " ".join(f"{share:.2f}" for share in measured.by_position)
         same = "the same text as without it" if measured.is_lossless else "**other texts than without it**: audit it"
         table = [
-            f"Measured in paradraft's own loop with these files, on {measured.prompts} answers, greedily: {same}.",
+            f"Measured in paradraft's own loop, on {measured.prompts} answers, greedily: {same}.",
             "",
             "| | |",
             "|---|---|",

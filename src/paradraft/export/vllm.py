@@ -21,6 +21,7 @@ from paradraft.export.heads import EAGLE, check_head, is_exported
 from paradraft.formats.block import BlockSettings
 from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import declared_mask_id, mask_token_id
+from paradraft.formats.published_block import DSPARK as DSPARK_FOLDER
 from paradraft.formats.published_block import read_block
 from paradraft.models.names import POCKET, is_shape
 from paradraft.sources.loading import load_config, load_tokenizer, locate
@@ -174,8 +175,12 @@ def _check_block(draft: str, name: str, target: str, k: int) -> None:
         raise NeedsExportError(
             f"{draft!r} has not vLLM's format: run `paradraft export {draft} OUT --target {target} --to vllm -k {k}`"
         )
+    if load_config(draft).architectures != [DSPARK_FOLDER]:
+        raise ValueError(f"{draft!r} is no folder of DSpark's, but of another method of vLLM's: start vLLM itself")
     if k > settings.k:
         raise ValueError(f"k={k}: {draft!r} was trained to draft {settings.k} tokens: use at most as many")
+    if not settings.causal and k < settings.k:
+        raise ValueError(f"k={k}: blocks of {draft!r} see themselves as a whole: use their size, k={settings.k}")
 
 
 def _check_model(name: str, draft: str, target: str) -> None:

@@ -8,6 +8,7 @@ latter. In DSpark's the anchor drafts too, unless `sample_from_anchor` is false,
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,12 @@ NAMES = {
     OWN_HEAD: "lm_head.weight",
 }
 """Names of weights in a published folder that differ, by those here."""
+KNOWN = (
+    r"d2t|t2d|(fc|hidden_norm|norm|embed_tokens|lm_head)\.weight|layers\.\d+\.(input_layernorm|post_attention_layernorm|"
+    r"self_attn\.[qkvo]_proj|self_attn\.[qk]_norm|mlp\.(gate|up|down)_proj)\.weight"
+)
+MARKOV = r"|markov_head\.markov_w[12]\.weight|confidence_head\..*"
+"""Weights of a folder, and further ones of DSpark's: others would change what it computes."""
 UNUSED = "confidence_head."
 """Prefix of weights that estimate whether tokens will be accepted."""
 EMPTY_RANK = 8
@@ -79,11 +86,11 @@ def read_block(name: str, kind: str, config: PretrainedConfig) -> Head:
         )
         identity.check(TargetIdentity.of(config, reads_weights=False), name)
         ours = {theirs: own for own, theirs in NAMES.items()}
-        weights = {
-            ours.get(key, key): weight
-            for key, weight in load_file(file_of(name, WEIGHTS)).items()
-            if not key.startswith(UNUSED)
-        }
+        stored = load_file(file_of(name, WEIGHTS))
+        known = KNOWN + (MARKOV if MARKOV_RANK in entries else "")
+        if unknown := [key for key in stored if not re.fullmatch(known, key)]:
+            raise ValueError(f"draft {name!r} has the weight {unknown[0]}, which its kind has not: use another")
+        weights = {ours.get(key, key): weight for key, weight in stored.items() if not key.startswith(UNUSED)}
         return Head(config=entries, target=identity, weights=weights, name=name)
 
 
@@ -110,8 +117,12 @@ def _entries(name: str, published: Any) -> dict[str, Any]:
             raise ValueError(f"draft {name!r} is of {OTHERS[other]}, whose head is not read: use one of DFlash")
     is_dspark = architectures == [DSPARK]
     own = published if is_dspark and own is None else own
-    if (architectures != [DFLASH] and not is_dspark) or not isinstance(own, dict):
+    if architectures != [DFLASH] and not is_dspark:
         raise ValueError(f"draft {name!r} has the architectures {architectures!r}: use one of {DFLASH} or {DSPARK}")
+    if not isinstance(own, dict):
+        raise ValueError(f"draft {name!r} has no dflash_config in its config.json: use another")
+    if not is_dspark and (published.get("sample_from_anchor") or published.get(MARKOV_RANK)):
+        raise ValueError(f"draft {name!r} is of DFlash and has entries of DSpark's in its config.json: use another")
     windows = (
         own.get("use_swa"),
         published.get("use_sliding_window"),
@@ -128,7 +139,8 @@ def _entries(name: str, published: Any) -> dict[str, Any]:
     layers = own.get("target_layer_ids")
     if not isinstance(layers, list) or any(type(layer) is not int or layer < 0 for layer in layers):
         raise ValueError(f"draft {name!r}: target_layer_ids in its config.json is {layers!r}: use another")
-    scaling = published.get("rope_scaling") or {"rope_type": "default"}
+    scaling = published.get("rope_scaling")
+    scaling = scaling if isinstance(scaling, dict) else {"rope_type": scaling or "default"}
     rope = published.get("rope_parameters") or scaling | {"rope_theta": published.get("rope_theta", 10000.0)}
     markov = {MARKOV_RANK: published.get(MARKOV_RANK)} if is_dspark else {}
     return {key: published.get(key) for key in SIZES} | markov | _layout(published) | {

@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 NF4_BYTES = 0.52
 """Bytes per weight, including its share of the scales."""
 GIVE_BACK_EVERY = 10
-"""Steps; to give memory back after each takes an eighth of a step."""
+"""Steps; doing so after each of them would take an eighth of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)

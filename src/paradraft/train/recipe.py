@@ -165,8 +165,7 @@ class Recipe(BaseModel):
     )
     attention: Literal["auto", "sdpa", "flex_attention", "eager"] = Field(
         default="auto",
-        description="auto: flex_attention on GPUs, elsewhere one that skips what a row does not see; or sdpa or eager, "
-        "with a dense mask",
+        description="auto: flex_attention on GPUs, elsewhere text and chain alone; sdpa or eager: a dense mask over all rows",
     )
     gradient_checkpointing: bool = Field(default=False, description="less memory for a third more time")
     device: Literal["auto", "cpu", "cuda"] = Field(

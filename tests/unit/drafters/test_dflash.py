@@ -303,6 +303,10 @@ def test_damaged_folders_of_dspark_are_refused(
         ({"architectures": ["Qwen3ForCausalLM"]}, "has the architectures ['Qwen3ForCausalLM']"),
         ({"architectures": ["DFlashDraftModel", "other"]}, "has the architectures"),
         ({"architectures": "DFlashDraftModel"}, "has the architectures"),
+        ({"dflash_config": None}, "has no dflash_config in its config.json"),
+        ({"markov_rank": 4}, "is of DFlash and has entries of DSpark's"),
+        ({"sample_from_anchor": True}, "is of DFlash and has entries of DSpark's"),
+        ({"rope_scaling": "x"}, "rope_parameters in its config.json is"),
         ({"use_sliding_window": True}, "sliding window"),
         ({"attention_bias": True}, "biases or another activation"),
         ({"hidden_act": "gelu"}, "biases or another activation"),
@@ -344,6 +348,15 @@ def test_other_folders_are_refused(family: Path, tmp_path: Path, entries: dict[s
         **entries,
     )
     with pytest.raises(ValueError, match=re.escape(message)):
+        load(str(family / "target"), drafter="dflash", draft=str(tmp_path / "draft"))
+
+
+@pytest.mark.parametrize("name", ["junk.weight", "layers.0.self_attn.q_proj.bias", "markov_head.markov_w1.weight"])
+def test_weights_that_would_be_left_out_are_refused(family: Path, tmp_path: Path, name: str) -> None:
+    """Guards a relative with one part more, which would draft badly without it."""
+    weights = published(tmp_path / "draft", family / "target", settings_for(family / "target"))
+    save_file(weights | {name: torch.ones(2)}, tmp_path / "draft" / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(f"has the weight {name}, which its kind has not")):
         load(str(family / "target"), drafter="dflash", draft=str(tmp_path / "draft"))
 
 

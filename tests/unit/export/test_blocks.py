@@ -17,16 +17,19 @@ from paradraft.core import Request
 from paradraft.decode.generation import Generation
 from paradraft.engine.loader import load
 from paradraft.engine.speculation import Speculation
-from paradraft.export.blocks import check_block
+from paradraft.export.blocks import check_block, check_unscaled
 from paradraft.export.gguf import write_gguf
 from paradraft.export.handoff import hand_off
 from paradraft.export.vllm import NeedsExportError, check_name, speculative_config
+from paradraft.formats.folder import save_model
 from paradraft.formats.head import read_checkpoint
 from paradraft.formats.published_block import published_k
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import load_config, load_model, load_tokenizer, locate
+from tests.conftest import tiny_tokenizer
 from tests.contract.test_every_trainee import recipe_for, train
 from tests.support.drafts import train_head
+from tests.support.kinds import model_of
 from tests.unit.export.test_gguf import read
 
 EXACT = Runtime(dtype="float64", compiled=False)
@@ -171,6 +174,7 @@ def test_a_target_of_few_bits_gives_rows_of_its_head(family: Path, tmp_path: Pat
         ({"target_layers": [0, 1]}, 4, "vllm", "reads the target's layer 0"),
         ({"target_layers": [2]}, 4, "vllm", "reads the target's layer 2"),
         ({}, 5, "vllm", "k=5: "),
+        ({"causal": False}, 3, "vllm", "k=3: blocks of "),
         ({}, 4, "sglang", "--to sglang: block drafters are written for vllm and gguf"),
         ({}, 4, "transformers", "--to transformers: block drafters"),
     ],
@@ -183,6 +187,28 @@ def test_what_engines_do_not_compute_is_refused(
     with pytest.raises(ValueError, match=re.escape(message)):
         exported(family, draft, tmp_path / "out", engine, k=k)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["granite", "gemma3_text"])
+def test_targets_that_scale_are_refused(tmp_path: Path, kind: str) -> None:
+    """Guards an engine that reads the target's embeddings unscaled."""
+    save_model(tmp_path / "target", model_of(kind), tiny_tokenizer())
+    with pytest.raises(ValueError, match="scales its embeddings or logits"):
+        check_unscaled(str(tmp_path / "target"))
+
+
+def test_blocks_of_another_layout_are_not_served(family: Path, tmp_path: Path) -> None:
+    """Guards vLLM's method: a block of DFlash's has another layout."""
+    draft = trained(family, tmp_path / "head", "as DFlash", steps=1)
+    out = exported(family, draft, tmp_path / "out", "vllm")
+    speculation = Speculation(drafter="dflash", draft=str(out), k=4)
+    assert speculative_config(speculation, str(family / "target"))
+    config, weights = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    del config["sample_from_anchor"], config["markov_rank"]
+    (out / "config.json").write_text(json.dumps(config | {"architectures": ["DFlashDraftModel"]}))
+    save_file({name: weight for name, weight in weights.items() if "markov" not in name}, out / "model.safetensors")
+    with pytest.raises(ValueError, match="is no folder of DSpark's"):
+        speculative_config(speculation, str(family / "target"))
 
 
 def test_a_head_of_another_target_is_refused(family: Path, tmp_path: Path) -> None:

@@ -98,8 +98,8 @@ def attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return result
-    if kwargs.get("softcap") is not None:
-        raise ValueError("attention: this model has capped scores, set attention=eager")
+    if kwargs.get("softcap") is not None or kwargs.get("dropout"):
+        raise ValueError("attention: this model has capped scores or dropout of attention, set attention=eager")
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
     chains, N = attention_mask.chains, attention_mask.shape[-1]
@@ -133,16 +133,16 @@ class _ChainAttention(torch.autograd.Function):
         )
         q_XJGd = _by_row(query).view(S * R, row_key.shape[1], -1, d)
         k_XJd, v_XJd = _by_row(row_key), _by_row(row_value)
-        scores_CXH = torch.full((chains.sees.shape[1], S * R, H), -torch.inf)
+        scores_CXH = torch.full((chains.sees.shape[1], S * R, H), -torch.inf, dtype=log_sum.dtype)
         for place, (seeing_M, seen_M) in enumerate(_pairs(chains)):
-            products = (q_XJGd[seeing_M].float() * k_XJd[seen_M][:, :, None].float()).sum(-1)
+            products = (q_XJGd[seeing_M].to(log_sum.dtype) * k_XJd[seen_M][:, :, None].to(log_sum.dtype)).sum(-1)
             scores_CXH[place, seeing_M] = products.flatten(1) * scale
         of_tokens_XH = log_sum.transpose(1, 2).reshape(S * R, H)
         total_XH = torch.cat([of_tokens_XH[None], scores_CXH]).logsumexp(0)
-        out_XHd = _by_row(out).float() * (of_tokens_XH - total_XH).exp()[:, :, None]
+        out_XHd = _by_row(out).to(log_sum.dtype) * (of_tokens_XH - total_XH).exp()[:, :, None]
         for place, (seeing_M, seen_M) in enumerate(_pairs(chains)):
             share_MJG1 = (scores_CXH[place] - total_XH)[seeing_M].exp().view(len(seeing_M), *q_XJGd.shape[1:3], 1)
-            out_XHd.index_add_(0, seeing_M, (share_MJG1 * v_XJd[seen_M][:, :, None].float()).flatten(1, 2))
+            out_XHd.index_add_(0, seeing_M, (share_MJG1 * v_XJd[seen_M][:, :, None].to(log_sum.dtype)).flatten(1, 2))
         out = out_XHd.to(query.dtype).view(S, R, H, d).transpose(1, 2)
         total = total_XH.view(S, R, H).transpose(1, 2).contiguous()
         ctx.save_for_backward(query, key, value, row_key, row_value, mask, out, total, scores_CXH)
@@ -162,17 +162,17 @@ class _ChainAttention(torch.autograd.Function):
         q_XJGd, g_XJGd, out_XJGd = (_by_row(each).view(S * R, heads, H // heads, d) for each in (query, of_out, out))
         k_XJd, v_XJd = _by_row(row_key), _by_row(row_value)
         total_XH = total.transpose(1, 2).reshape(S * R, H)
-        drift_XJG = (g_XJGd.float() * out_XJGd.float()).sum(-1)
-        of_q_XHd = _by_row(of_query).float()
-        of_k_XJd, of_v_XJd = (torch.zeros(S * R, heads, d) for _ in range(2))
+        drift_XJG = (g_XJGd.to(total.dtype) * out_XJGd.to(total.dtype)).sum(-1)
+        of_q_XHd = _by_row(of_query).to(total.dtype)
+        of_k_XJd, of_v_XJd = (torch.zeros(S * R, heads, d, dtype=total.dtype) for _ in range(2))
         for place, (seeing_M, seen_M) in enumerate(_pairs(ctx.chains)):
             share_MJG = (scores_CXH[place] - total_XH)[seeing_M].exp().view(len(seeing_M), heads, -1)
-            q_MJGd, g_MJGd = q_XJGd[seeing_M].float(), g_XJGd[seeing_M].float()
-            of_share_MJG = (g_MJGd * v_XJd[seen_M][:, :, None].float()).sum(-1)
+            q_MJGd, g_MJGd = q_XJGd[seeing_M].to(total.dtype), g_XJGd[seeing_M].to(total.dtype)
+            of_share_MJG = (g_MJGd * v_XJd[seen_M][:, :, None].to(total.dtype)).sum(-1)
             of_score_MJG1 = (share_MJG * (of_share_MJG - drift_XJG[seeing_M]) * ctx.scale)[..., None]
             of_v_XJd.index_add_(0, seen_M, (share_MJG[..., None] * g_MJGd).sum(2))
             of_k_XJd.index_add_(0, seen_M, (of_score_MJG1 * q_MJGd).sum(2))
-            of_q_XHd.index_add_(0, seeing_M, (of_score_MJG1 * k_XJd[seen_M][:, :, None].float()).flatten(1, 2))
+            of_q_XHd.index_add_(0, seeing_M, (of_score_MJG1 * k_XJd[seen_M][:, :, None].to(total.dtype)).flatten(1, 2))
 
         def by_head(each_XHd: Tensor) -> Tensor:
             return each_XHd.view(S, R, -1, d).transpose(1, 2).to(query.dtype)
