@@ -165,7 +165,7 @@ class Recipe(BaseModel):
     )
     attention: Literal["auto", "sdpa", "flex_attention", "eager"] = Field(
         default="auto",
-        description="auto: flex_attention on GPUs, elsewhere text and chain alone; sdpa or eager: a dense mask over all rows",
+        description="auto: flex_attention on GPUs, elsewhere text and chain alone; sdpa, eager: with a dense mask",
     )
     gradient_checkpointing: bool = Field(default=False, description="less memory for a third more time")
     device: Literal["auto", "cpu", "cuda"] = Field(
