@@ -228,3 +228,17 @@ def test_rows_of_chains_are_learnt_as_fast_as_measured(name: str, first: float, 
         assert chains[epoch]["rows_per_s"] / dense[epoch]["rows_per_s"] == pytest.approx(factor, abs=0.006)
         text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
         assert f"{factor:.2f} times" in text
+
+
+def test_what_a_head_could_win_is_as_measured() -> None:
+    """Guards the sentence about recall in `docs/drafters.md`."""
+    page = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
+    listed = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    for drafter in BESIDE:
+        found = raw(f"head-oracle-smollm2-135m-{drafter}_epyc-avx512-1core_2026-11-29")
+        one, four, sixteen = (f"{found['length'][rank]:.2f}" for rank in ("1", "4", "16"))
+        assert f"{one}, {four} and {sixteen} for `{drafter}`" in listed
+        if drafter == "dflash":
+            first, *_, last = found["recall"]["16"]
+            assert f"{first:.2f}"[1:] + " of first\nplaces and " + f"{last:.2f}"[1:] + " of sixth ones" in page
+            assert f"would give {sixteen} tokens per pass" in page
