@@ -39,7 +39,7 @@ class MarkovHead(nn.Module):
         projection_DX = torch.randn(embeddings_VD.shape[1], rank, generator=torch.Generator().manual_seed(seed))
         projected_VX = embeddings_VD.float().cpu() @ projection_DX
         size = projected_VX.square().mean().sqrt().clamp(min=1e-6)
-        self.embedding = nn.Embedding(*projected_VX.shape, _weight=projected_VX / size)
+        self.embedding = nn.Embedding(len(embeddings_VD), rank, _weight=projected_VX / size)
         self.output = nn.Linear(rank, ids, bias=False)
         nn.init.zeros_(self.output.weight)
 
