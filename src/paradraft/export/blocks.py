@@ -30,7 +30,7 @@ from paradraft.sources.loading import load_skeleton
 from paradraft.sources.target_loading import load_target
 from paradraft.traits import INSTEAD
 
-DSPARK = "dspark"
+METHOD = "dspark"
 """vLLM's name of its method."""
 ARCHITECTURE = "dflash"
 """llama.cpp's name of all block drafters."""
@@ -47,10 +47,7 @@ OUTER = {
 def check_block(head: Head, k: int) -> BlockSettings:
     """The settings of a drafter that engines can serve; raises ValueError if they cannot draft k tokens with it."""
     settings, name, most = BlockSettings.of(head), head.name, head.target.num_hidden_layers
-    if k > settings.k:
-        raise ValueError(f"k={k}: {name!r} was trained to draft {settings.k} tokens: use at most as many")
-    if not settings.causal and k < settings.k:
-        raise ValueError(f"k={k}: blocks of {name!r} see themselves as a whole: use their size, k={settings.k}")
+    check_k(settings, k, name)
     if "previous_token_rank" in head.config:
         raise ValueError(
             f"{name!r} has a previous-token head, which no engine reads: train it with {MARKOV_RANK} in its place"
@@ -61,6 +58,14 @@ def check_block(head: Head, k: int) -> BlockSettings:
             "target_layers in training"
         )
     return settings
+
+
+def check_k(settings: BlockSettings, k: int, name: str) -> None:
+    """Raises ValueError if engines cannot draft k tokens with the drafter of this name."""
+    if k > settings.k:
+        raise ValueError(f"k={k}: {name!r} was trained to draft {settings.k} tokens: use at most as many")
+    if not settings.causal and k < settings.k:
+        raise ValueError(f"k={k}: blocks of {name!r} see themselves as a whole: use their size, k={settings.k}")
 
 
 def check_unscaled(target: str) -> None:

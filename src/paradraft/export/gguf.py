@@ -50,6 +50,10 @@ def check_dtype(dtype: str) -> None:
     """Raises ValueError if files cannot be written, or not in a dtype."""
     if dtype not in TYPES:
         raise ValueError(f"--draft-dtype {dtype} with --to gguf: use one of {', '.join(TYPES)}")
+    _check_package()
+
+
+def _check_package() -> None:
     if find_spec("gguf") is None:
         raise ValueError("writing GGUF files needs the gguf package: pip install 'paradraft[gguf]'")
 
@@ -60,8 +64,7 @@ def check_config(config: PretrainedConfig, name: str) -> None:
     Raises:
         ValueError: architecture, activation or rope settings are unsupported, or the `gguf` package is not installed.
     """
-    if find_spec("gguf") is None:
-        raise ValueError("writing GGUF files needs the gguf package: pip install 'paradraft[gguf]'")
+    _check_package()
     if spec_of(config).gguf is None:
         written = [family for family, spec in FAMILIES.items() if spec.gguf is not None]
         raise ValueError(

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from paradraft.drafters import serving_of
 from paradraft.engine.speculation import Speculation
 from paradraft.export.acceptance import MeasuredAcceptance, measured_acceptance
-from paradraft.export.blocks import DSPARK, check_block, check_unscaled, with_output_head, write_block_gguf
+from paradraft.export.blocks import METHOD, check_block, check_unscaled, with_output_head, write_block_gguf
 from paradraft.export.engines import tensorrt_fixed, vllm_fixed
 from paradraft.export.gguf import FILE, TYPES, check_can_write, check_dtype, write_gguf
 from paradraft.export.heads import ELSEWHERE, check_head, needs_output_head, write_for_vllm
@@ -126,7 +126,7 @@ def _hand_off_head(task: HandoffTask, folder: str, target_folder: str, out: Path
     """Exports a drafter on the target's states."""
     head = read_checkpoint(folder)
     drafter = str(head.config["model_type"])
-    if serving_of(drafter).vllm == DSPARK:
+    if serving_of(drafter).vllm == METHOD:
         return _hand_off_block(task, head, target_folder, out)
     if task.engine != VLLM:
         raise ValueError(f"{task.draft!r} reads the states of its target, and {ELSEWHERE[task.engine]}: {INSTEAD}")
@@ -278,7 +278,7 @@ def _launch(engine: str, drafter: str, target: str, draft: str, k: int) -> str:
             f"--speculative-draft-model-path {folder} --speculative-num-steps {k} --speculative-eagle-topk 1 "
             f"--speculative-num-draft-tokens {k + 1}"
         )
-    if engine == GGUF and serving_of(drafter).vllm == DSPARK:
+    if engine == GGUF and serving_of(drafter).vllm == METHOD:
         return (
             f"llama-server -m TARGET.gguf -md {shlex.quote(f'{draft}/{FILE}')} --spec-type draft-dspark "
             f"--spec-draft-n-max {k} --spec-draft-p-min 0"

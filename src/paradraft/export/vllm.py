@@ -15,14 +15,13 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from paradraft.drafters import drafter_names, drafter_settings, serving_of, split_settings, takes_draft
 from paradraft.engine.speculation import Speculation
-from paradraft.export.blocks import DSPARK
+from paradraft.export.blocks import METHOD, check_k
 from paradraft.export.engines import vllm_config, vllm_fixed
 from paradraft.export.heads import EAGLE, check_head, is_exported
 from paradraft.formats.block import BlockSettings
 from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import declared_mask_id, mask_token_id
-from paradraft.formats.published_block import DSPARK as DSPARK_FOLDER
-from paradraft.formats.published_block import read_block
+from paradraft.formats.published_block import DSPARK, read_block
 from paradraft.models.names import POCKET, is_shape
 from paradraft.sources.loading import load_config, load_tokenizer, locate
 from paradraft.sources.reduced_head import reduced_head
@@ -158,7 +157,7 @@ def check_name(drafter: str, draft: str) -> None:
 
 
 def _check_head(name: str, draft: str, target: str, k: int) -> None:
-    if serving_of(name).vllm == DSPARK:
+    if serving_of(name).vllm == METHOD:
         return _check_block(draft, name, target, k)
     head = read_checkpoint(draft, name)
     check_head(head, k)
@@ -175,12 +174,9 @@ def _check_block(draft: str, name: str, target: str, k: int) -> None:
         raise NeedsExportError(
             f"{draft!r} has not vLLM's format: run `paradraft export {draft} OUT --target {target} --to vllm -k {k}`"
         )
-    if load_config(draft).architectures != [DSPARK_FOLDER]:
+    if load_config(draft).architectures != [DSPARK]:
         raise ValueError(f"{draft!r} is no folder of DSpark's, but of another method of vLLM's: start vLLM itself")
-    if k > settings.k:
-        raise ValueError(f"k={k}: {draft!r} was trained to draft {settings.k} tokens: use at most as many")
-    if not settings.causal and k < settings.k:
-        raise ValueError(f"k={k}: blocks of {draft!r} see themselves as a whole: use their size, k={settings.k}")
+    check_k(settings, k, draft)
 
 
 def _check_model(name: str, draft: str, target: str) -> None:
