@@ -27,11 +27,10 @@ from paradraft.sources.loading import load_model, load_tokenizer, locate
 from tests.contract.test_every_trainee import recipe_for, train
 
 SERVER = Path("build/llama-server/llama-server")
-needs_server = [
+pytestmark = [
     pytest.mark.llama_cpp,
     pytest.mark.skipif(not SERVER.is_file(), reason="needs make llama-server"),
 ]
-pytestmark = needs_server
 K, TOKENS = 4, 40
 RUNTIME = Runtime(dtype="float32")
 KINDS: dict[str, dict[str, Any]] = {

@@ -17,8 +17,8 @@ class Simulated:
 
     Args:
         policy: chooses the lengths of every round, and observes it.
-        target_s: of a pass with so many tokens.
-        draft_s: of so many rows that draft so deep.
+        target_s: seconds of a target pass, by its tokens.
+        draft_s: seconds of a draft, by its rows and its depth.
         noise: by which share of it a time is longer, on average.
         prompts: tokens of each.
         reading_s: time in which the drafter reads a token before a row's first draft.
