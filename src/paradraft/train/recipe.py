@@ -22,9 +22,8 @@ from paradraft.digests import file_digest, model_digest
 from paradraft.models.names import POCKET
 from paradraft.sources.loading import pocket_folder
 from paradraft.sources.records import check_columns
-from paradraft.train.objectives.chain_attention import CHAINS
 from paradraft.train.objectives.losses import Divergence, Reduction
-from paradraft.train.objectives.rows import FLEX
+from paradraft.train.objectives.rows import FLEX, fastest_attention
 from paradraft.train.optimizers import Schedule
 from paradraft.train.samples import DATASET, source_config, source_identity
 
@@ -253,7 +252,8 @@ class Recipe(BaseModel):
 
     def set_up_passes(self, model: PreTrainedModel, *, on_gpu: bool) -> None:
         """Sets a model's attention and gradient checkpointing."""
-        model.set_attn_implementation((FLEX if on_gpu else CHAINS) if self.attention == "auto" else self.attention)
+        fastest = fastest_attention(model.config, on_gpu=on_gpu)
+        model.set_attn_implementation(fastest if self.attention == "auto" else self.attention)
         if self.gradient_checkpointing:
             # `transformers` renamed it in 5.23.
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from paradraft.train.objectives.chain_attention import CHAINS, ChainMask, chains_of
 
@@ -159,6 +159,16 @@ def conditional_drop(
 
 FLEX = "flex_attention"
 """The attention implementation that skips masked blocks. It has no backward pass on CPUs, where chains are skipped."""
+
+
+def fastest_attention(config: PretrainedConfig, *, on_gpu: bool) -> str:
+    """The fastest implementation of attention that computes what a model's config says: no kernel of ours drops scores,
+    and on CPUs none caps them."""
+    if getattr(config, "attention_dropout", 0.0):
+        return "sdpa"
+    if on_gpu:
+        return FLEX
+    return CHAINS if getattr(config, "attn_logit_softcapping", None) is None else "eager"
 
 
 def attention_mask(rows: Rows, model: PreTrainedModel) -> Tensor | BlockMask:

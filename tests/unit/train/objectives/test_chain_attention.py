@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.objectives import chain_attention
 from paradraft.train.objectives.chain_attention import CHAINS, ChainMask, attention, chains_of
 from paradraft.train.objectives.rows import FILLING, Rows, attention_mask, attention_rule
@@ -120,3 +123,22 @@ def test_other_attention_is_refused(setting: dict[str, float]) -> None:
     mask, vectors = ChainMask.of(torch.ones(S, R, N) > 0, chains, torch.float32), random(S, HEADS, N + R, SIZE)
     with pytest.raises(ValueError, match="set attention=eager"):
         attention(SimpleNamespace(), vectors, vectors, vectors, mask, **setting)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["plain", "dropout", "softcap"])
+def test_models_of_other_attention_get_another(tmp_path: Path, kind: str) -> None:
+    """Guards the default for targets such as Seed-OSS, whose config has dropout, and for models that cap scores."""
+    sizes = {
+        "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0,
+    }  # fmt: skip
+    of_llama = LlamaConfig(**sizes, attention_dropout=0.1 if kind == "dropout" else 0.0)
+    model = Gemma2ForCausalLM(Gemma2Config(**sizes)) if kind == "softcap" else LlamaForCausalLM(of_llama)
+    recipe = PardRecipe(model="x", data=[tmp_path], out=tmp_path, steps=1)
+    recipe.set_up_passes(model, on_gpu=False)
+    expected = {"plain": CHAINS, "dropout": "sdpa", "softcap": "eager"}
+    assert model.config._attn_implementation == expected[kind]
+    anchor, depth, document = rows()
+    mask = attention_mask(Rows(position=anchor + depth, depth=depth, document=document), model)
+    tokens = torch.ones_like(anchor)
+    assert bool(model.train()(tokens, attention_mask=mask, position_ids=anchor + depth).logits.isfinite().all())
