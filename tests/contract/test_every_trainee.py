@@ -15,6 +15,7 @@ from paradraft.data.samples import Sample
 from paradraft.decode.generation import Generation
 from paradraft.drafters import drafter_class, drafter_names, split_settings, takes_draft
 from paradraft.engine.loader import load
+from paradraft.formats.path_heads import SELECTED
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.train import recipe_class, trainee_module, trainee_names
@@ -52,6 +53,12 @@ SETTINGS = [
     ("dflash", {"previous_token_rank": 5, "draft_vocab_size": 20}),
     ("dflash", {"markov_rank": 5, "draft_vocab_size": 20}),
     ("dflash", {"markov_rank": 5, "causal": False}),
+    ("dflash", {"selector_rank": 5, "draft_vocab_size": 20}),
+    ("dflash", {"selector_rank": 5, "anchor_first": False, "causal": False}),
+    ("eagle_parallel", {"markov_rank": 5}),
+    ("eagle_parallel", {"selector_rank": 5, "draft_vocab_size": 12}),
+    ("medusa_parallel", {"markov_rank": 4, "draft_vocab_size": 12}),
+    ("medusa_parallel", {"selector_rank": 6}),
     ("dflash", {"anchor_first": False}),
     ("dflash", {"anchor_first": False, "causal": False, "markov_rank": 3}),
     ("medusa", {"draft_vocab_size": 12}),
@@ -68,6 +75,9 @@ CHAINED = [
     ("eagle_parallel", {"previous_token_rank": 4}),
     ("dflash", {"previous_token_rank": 4}),
     ("dflash", {"anchor_first": False}),
+    ("dflash", {"selector_rank": 4}),
+    ("eagle_parallel", {"selector_rank": 4, "draft_vocab_size": 12}),
+    ("medusa_parallel", {"markov_rank": 4}),
 ]
 """Settings with which a row reads what was computed for another."""
 EXACT = Runtime(dtype="float64", compiled=False)
@@ -300,7 +310,12 @@ def test_decoding_computes_what_is_trained(
         rows = trainee.collate([[text]], [[torch.Generator()]])
         with torch.no_grad():
             hidden = objective.hidden(rows, objective.target.states(rows.texts, objective.target_layers))
-            predicted = objective.head(hidden.flatten(0, 1), rows.depths.flatten())[:, :VOCAB].argmax(-1)
+            logits = objective.head(hidden.flatten(0, 1), rows.depths.flatten())[:, :VOCAB]
+            predicted = logits.argmax(-1)
+            if objective.select is not None:
+                best, ids = logits.topk(min(SELECTED, logits.shape[1]), dim=-1)
+                scores = objective.select(hidden.flatten(0, 1), best, ids)
+                predicted = ids.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
             if (vocab_map := objective.target.vocab_map) is not None:
                 predicted = vocab_map.to_target[predicted]
         is_after = (rows.positions - rows.depths).flatten() == len(prompt) - 1

@@ -11,13 +11,10 @@ from collections.abc import Sequence
 
 from paradraft.core import Draft
 from paradraft.drafters.parts.block_layers import BlockLayers
-from paradraft.drafters.parts.correction import Correction
 from paradraft.drafters.parts.draft_head import draft_head
-from paradraft.drafters.parts.markov import MarkovCorrection
 from paradraft.drafters.parts.model_drafter import Config, ModelDrafter
 from paradraft.drafters.parts.one_pass import draft_of_pass
-from paradraft.drafters.parts.previous_token import PreviousTokenCorrection, previous_token_head
-from paradraft.formats.block import MARKOV_RANK
+from paradraft.drafters.parts.path_heads.loading import load_path_head
 from paradraft.formats.head import Head
 from paradraft.formats.published_block import read_block
 from paradraft.models.causal_lm import CausalLM
@@ -41,11 +38,7 @@ class DFlashDrafter(ModelDrafter):
         self.hidden_layers = settings.target_layers
         self.max_k = None if settings.causal else settings.k
         self._head = draft_head(target, head)
-        self._correction: Correction | None = None
-        if "previous_token_rank" in head.config:
-            self._correction = PreviousTokenCorrection(target, previous_token_head(head), self._head)
-        elif MARKOV_RANK in head.config:
-            self._correction = MarkovCorrection(target, head)
+        self._path_head = load_path_head(target, head, self._head)
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Runs a block, and draws all tokens."""
@@ -53,9 +46,7 @@ class DFlashDrafter(ModelDrafter):
             return Draft.empty(len(lengths), self.lm.device)
         states_BKD = self._layers.outputs(lengths)
         logits_BKV = self._head(states_BKD)
-        if self._correction is not None:
-            logits_BKV = self._correction.after(self._layers.anchors, logits_BKV)
-        return draft_of_pass(self._sampler, self._tree, logits_BKV, self._correction, states_BKD)
+        return draft_of_pass(self._sampler, self._tree, logits_BKV, self._path_head, states_BKD, self._layers.anchors)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> DFlashDrafter:

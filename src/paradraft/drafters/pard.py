@@ -15,8 +15,8 @@ from paradraft.core import Draft
 from paradraft.drafters.parts.draft_loading import load_parallel_lm
 from paradraft.drafters.parts.model_drafter import Config, ModelDrafter
 from paradraft.drafters.parts.one_pass import draft_of_pass
+from paradraft.drafters.parts.path_heads.previous_token import PreviousTokenCorrection, PreviousTokenHead, load_head
 from paradraft.drafters.parts.pending_tokens import PendingTokens
-from paradraft.drafters.parts.previous_token import PreviousTokenCorrection, PreviousTokenHead, load_head
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.runtime import Runtime
@@ -44,7 +44,7 @@ class PardDrafter(ModelDrafter):
         self._pending = PendingTokens(lm)
         super().__init__(lm, self._pending)
         self.models = (lm,)
-        self._correction = None if previous is None else PreviousTokenCorrection(lm, previous)
+        self._path_head = None if previous is None else PreviousTokenCorrection(lm, previous)
         self._layers = () if previous is None else (FINAL_NORM,)  # the states that it corrects
         self.mask_id = mask_id
         self.masks = masks
@@ -75,8 +75,8 @@ class PardDrafter(ModelDrafter):
         out = self.lm.forward(reading, logit_rows=rows_BK, hidden_layers=self._layers)
         self.lm.cache.advance(kept)
         self._pending.drop(lengths)
-        states_BKD = gathered(out.hidden[FINAL_NORM], rows_BK) if self._correction else None
-        return draft_of_pass(sampler, self._tree, out.logits, self._correction, states_BKD)
+        states_BKD = gathered(out.hidden[FINAL_NORM], rows_BK) if self._path_head else None
+        return draft_of_pass(sampler, self._tree, out.logits, self._path_head, states_BKD)
 
 
 def build(config: Config, target: Target | TargetFacts, runtime: Runtime) -> PardDrafter:

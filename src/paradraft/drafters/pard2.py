@@ -18,8 +18,8 @@ from paradraft.core import Committed, Draft
 from paradraft.drafters.parts.draft_loading import load_parallel_lm
 from paradraft.drafters.parts.model_drafter import Config, ModelDrafter
 from paradraft.drafters.parts.one_pass import draft_of_pass
+from paradraft.drafters.parts.path_heads.previous_token import PreviousTokenCorrection, PreviousTokenHead, load_head
 from paradraft.drafters.parts.pending_states import PendingVectors
-from paradraft.drafters.parts.previous_token import PreviousTokenCorrection, PreviousTokenHead, load_head
 from paradraft.formats.pard2 import StateProjection, read_projection
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM
@@ -82,7 +82,7 @@ class Pard2Drafter(ModelDrafter):
         self.models = (lm,)
         self.reserved_tokens = tuple(masks)
         self._masks_MD = lm.embed(torch.tensor(list(masks), device=lm.device))
-        self._correction = None if previous is None else PreviousTokenCorrection(lm, previous)
+        self._path_head = None if previous is None else PreviousTokenCorrection(lm, previous)
         self._layers = () if previous is None else (FINAL_NORM,)  # the states that it corrects
 
     def _projected(self, new: Committed) -> Tensor:
@@ -100,8 +100,8 @@ class Pard2Drafter(ModelDrafter):
         if max(lengths) == 0:
             return Draft.empty(len(lengths), self.lm.device)
         out, places_BK = self._pending.read(lengths, self._masks, self._layers)
-        states_BKD = gathered(out.hidden[FINAL_NORM], places_BK) if self._correction else None
-        return draft_of_pass(self._sampler, self._tree, out.logits, self._correction, states_BKD)
+        states_BKD = gathered(out.hidden[FINAL_NORM], places_BK) if self._path_head else None
+        return draft_of_pass(self._sampler, self._tree, out.logits, self._path_head, states_BKD)
 
 
 def build(config: Config, target: Target, runtime: Runtime) -> Pard2Drafter:

@@ -20,8 +20,9 @@ from paradraft.drafters.parts.block_layers import block_model
 from paradraft.drafters.parts.draft_head import DOWN, UP
 from paradraft.export.gguf import end_metadata, model_metadata, write_tensors
 from paradraft.export.gguf_vocabulary import metadata_of
-from paradraft.formats.block import MARKOV_RANK, OWN_HEAD, BlockSettings
+from paradraft.formats.block import OWN_HEAD, BlockSettings
 from paradraft.formats.head import Head
+from paradraft.formats.path_heads import MARKOV_RANK, PREVIOUS_TOKEN_RANK
 from paradraft.formats.published_block import published_weights
 from paradraft.formats.vocab_map import D2T
 from paradraft.models.quantized import as_numbers, of_outputs
@@ -48,7 +49,7 @@ def check_block(head: Head, k: int) -> BlockSettings:
     """The settings of a drafter that engines can serve; raises ValueError if they cannot draft k tokens with it."""
     settings, name, most = BlockSettings.of(head), head.name, head.target.num_hidden_layers
     check_k(settings, k, name)
-    if "previous_token_rank" in head.config:
+    if PREVIOUS_TOKEN_RANK in head.config:
         raise ValueError(
             f"{name!r} has a previous-token head, which no engine reads: train it with {MARKOV_RANK} in its place"
         )

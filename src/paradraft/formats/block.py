@@ -14,12 +14,8 @@ COUNTS = (
 )  # fmt: skip
 SIZES = (*COUNTS, "rms_norm_eps", "rope_parameters")
 """Entries of the config that are sizes of its layers, by their names in `transformers`."""
-MARKOV_RANK = "markov_rank"
-"""The entry with the rank of a Markov head, see `paradraft.drafters.parts.markov`."""
 MOST_K, MOST_LAYERS = 255, 64
 """Larger numbers in a config are damage."""
-MARKOV_EMBEDDING, MARKOV_OUTPUT = "markov.embedding.weight", "markov.output.weight"
-"""Names of its weights: A `[V, X]` and B `[U, X]`."""
 OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", "output_head.weight"
 """Names of an embedding `[V, D]` and an output head `[U, D]` in place of the target's, which other trainers store."""
 

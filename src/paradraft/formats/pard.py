@@ -20,8 +20,8 @@ TRAINED_LENGTH = "pard_max_length"
 TRAINED_K = "pard_k"
 """Config key: number of tokens of a draft that were trained."""
 PREVIOUS_TOKEN_HEAD = "previous_token_head/model.safetensors"
-"""The file with the head of `paradraft.drafters.parts.previous_token`. Other engines load the folder as any PARD model
-and draft without the head: they read all weights next to `config.json`, and none in subfolders."""
+"""The file with the head of `paradraft.drafters.parts.path_heads.previous_token`. Other engines load the folder as any
+PARD model and draft without the head: they read all weights next to `config.json`, and none in subfolders."""
 
 
 def check_ends_nothing(

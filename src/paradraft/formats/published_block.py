@@ -20,14 +20,12 @@ from transformers import PretrainedConfig
 
 from paradraft.formats.block import (
     COUNTS,
-    MARKOV_EMBEDDING,
-    MARKOV_OUTPUT,
-    MARKOV_RANK,
     OWN_HEAD,
     SIZES,
     BlockSettings,
 )
 from paradraft.formats.head import CONFIG, WEIGHTS, Head, TargetIdentity, file_of, is_head, read_head, reading
+from paradraft.formats.path_heads import MARKOV_EMBEDDING, MARKOV_OUTPUT, MARKOV_RANK
 from paradraft.formats.vocab_map import D2T
 
 DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from paradraft.core import Committed, Request
+from paradraft.core import Committed
 from paradraft.drafters.parts.draft_layers import loaded_layers, random_layers
 from paradraft.drafters.parts.pending_states import PendingStates
 from paradraft.formats.block import OWN_EMBEDDING, BlockSettings
@@ -93,8 +93,6 @@ class BlockLayers(PendingStates):
             own_VD = head.tensor(OWN_EMBEDDING, rows, width).to(target.device, target.model.dtype)
             self._embed = partial(_rows_of, own_VD)
         self._mask_1D = self._embed(mask)
-        self.anchors: list[int] = []
-        """By row, the last committed token."""
 
     @torch.no_grad()
     def _joined(self, new: Committed) -> Tensor:
@@ -102,26 +100,6 @@ class BlockLayers(PendingStates):
         states = [new.hidden[layer].to(self.lm.device) for layer in self.settings.target_layers]
         joined: Tensor = self._norm(self._join(torch.cat(states, dim=-1)))
         return joined
-
-    def start(self) -> None:
-        """See `PendingStates`."""
-        super().start()
-        self.anchors = []
-
-    def join(self, requests: Sequence[Request], prompt: Committed) -> None:
-        """See `PendingStates`."""
-        super().join(requests, prompt)
-        self.anchors += [tokens[-1] for tokens in prompt.tokens]
-
-    def commit(self, new: Committed) -> None:
-        """See `PendingStates`."""
-        super().commit(new)
-        self.anchors = [[anchor, *tokens][-1] for anchor, tokens in zip(self.anchors, new.tokens, strict=True)]
-
-    def keep(self, rows: Tensor) -> None:
-        """See `PendingStates`."""
-        super().keep(rows)
-        self.anchors = [self.anchors[row] for row in rows.tolist()]
 
     @torch.no_grad()
     def _keep(self, counts: Sequence[int]) -> None:

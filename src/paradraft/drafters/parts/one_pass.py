@@ -5,10 +5,12 @@ Shape letters: B rows of a batch, K depths, V vocabulary, D hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from paradraft.core import Draft
-from paradraft.drafters.parts.correction import Correction
+from paradraft.drafters.parts.path_heads.head import PathHead
 from paradraft.models.forward.cpu.tree import grow
 from paradraft.sampling.candidates import Candidates, assemble_from, candidates_needed
 from paradraft.sampling.expansion import expanded
@@ -24,15 +26,16 @@ def draft_of_pass(
     sampler: Sampler,
     tree: Tree | None,
     logits_BKV: Tensor,
-    correction: Correction | None = None,
+    head: PathHead | None = None,
     states_BKD: Tensor | None = None,
+    anchors: Sequence[int] = (),
 ) -> Draft:
-    """Draws the tokens of all depths from logits, and with a correction from their hidden states too.
+    """Draws the tokens of all depths from logits, or with a head as `PathHead.draft`, which needs their states too.
 
     Rules of the kind "numbers" need separate random numbers for each node of a tree; only `expanded` draws so.
     """
-    if correction is not None and states_BKD is not None:
-        return correction.draft(sampler, tree, logits_BKV, states_BKD)
+    if head is not None and states_BKD is not None:
+        return head.draft(sampler, tree, logits_BKV, states_BKD, anchors)
     K, count = logits_BKV.shape[1], candidates_needed(tree)
     if sampler.draws == "numbers" and tree is not None and tree.paths is not None:
 

@@ -14,7 +14,7 @@ from paradraft.drafters.parts.draft_head import draft_head
 from paradraft.drafters.parts.draft_layers import DraftLayers, Masks
 from paradraft.drafters.parts.model_drafter import ModelDrafter
 from paradraft.drafters.parts.one_pass import draft_of_pass
-from paradraft.drafters.parts.previous_token import PreviousTokenCorrection, previous_token_head
+from paradraft.drafters.parts.path_heads.loading import load_path_head
 from paradraft.formats.head import Head
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.runtime import Runtime
@@ -37,9 +37,8 @@ class ParallelLayersDrafter(ModelDrafter):
         self.hidden_layers = self._layers.layers
         self._target, self._masks = target, Masks(head, target.device)
         self.max_k = self._masks.max_k
-        has_head = "previous_token_rank" in head.config
         self._head = draft_head(target, head)
-        self._correction = PreviousTokenCorrection(target, previous_token_head(head), self._head) if has_head else None
+        self._path_head = load_path_head(target, head, self._head)
 
     def joined(self, embeddings: Tensor, states: Tensor) -> Tensor:
         """The layers' input `[…, D]` from embeddings and states of tokens or masks, see `DraftLayers`."""
@@ -50,4 +49,5 @@ class ParallelLayersDrafter(ModelDrafter):
         if max(lengths) == 0:
             return Draft.empty(len(lengths), self._target.device)
         states_BKD = self._layers.outputs(lengths, self._masks)
-        return draft_of_pass(self._sampler, self._tree, self._head(states_BKD), self._correction, states_BKD)
+        logits_BKV = self._head(states_BKD)
+        return draft_of_pass(self._sampler, self._tree, logits_BKV, self._path_head, states_BKD, self._layers.anchors)

@@ -54,15 +54,19 @@ class PendingStates:
         self.lm, self._states_of, self._unread = lm, states_of, unread
         self._tokens = torch.empty(0, 0, dtype=torch.long, device=lm.device)
         self._states = torch.empty(0, 0, width, device=lm.device)
+        self.anchors: list[int] = []
+        """By row, the last committed token."""
 
     def start(self) -> None:
         """Drops all rows."""
         self.lm.start()
+        self.anchors = []
         self._tokens, self._states = self._tokens[:0, :0], self._states[:0, :0]
 
     def join(self, requests: Sequence[Request], prompt: Committed) -> None:
         """Adds rows after the others; the prefill happens at the first draft."""
         self.lm.cache.join(len(requests))
+        self.anchors += [tokens[-1] for tokens in prompt.tokens]
         before, after = self._tokens, from_lists(prompt.tokens, self.lm.device)[:, self._unread :]
         most = max(before.shape[1], after.shape[1])
         self._tokens = torch.cat([pad(rows, (0, most - rows.shape[1]), value=ABSENT) for rows in (before, after)])
@@ -73,6 +77,7 @@ class PendingStates:
     def commit(self, new: Committed) -> None:
         """Adds committed tokens and states to the pending ones."""
         tokens, states = from_lists(new.tokens, self.lm.device), self._states_of(new)
+        self.anchors = [[anchor, *added][-1] for anchor, added in zip(self.anchors, new.tokens, strict=True)]
         if not self._tokens.shape[1]:
             self._tokens, self._states = tokens, states
             return
@@ -91,6 +96,7 @@ class PendingStates:
         """See `Drafter`."""
         self.lm.cache.keep(rows)
         self._tokens, self._states = self._tokens[rows], self._states[rows]
+        self.anchors = [self.anchors[row] for row in rows.tolist()]
 
     def save(self, row: int, most: int) -> SavedStates:
         """See `Drafter`."""

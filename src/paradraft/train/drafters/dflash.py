@@ -22,19 +22,16 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from paradraft.drafters.parts.block_layers import block_model, norm_of_states, rotated
-from paradraft.drafters.parts.markov import MarkovHead
-from paradraft.drafters.parts.previous_token import MOST_RANK, new_head
-from paradraft.formats.block import MARKOV_RANK, BlockSettings
+from paradraft.formats.block import BlockSettings
 from paradraft.models.architectures import head_size, spec_of
-from paradraft.models.quantized import as_numbers
 from paradraft.sources.loading import load_config, locate
 from paradraft.train import memory
 from paradraft.train.drafters.draft_layers import UNSURE, MasksRecipe, check_target_layers
-from paradraft.train.drafters.heads import HeadObjective, HeadTrainee, check_memory
+from paradraft.train.drafters.heads import HeadTrainee, check_memory
 from paradraft.train.drafters.output_heads import trimmed_target
+from paradraft.train.drafters.path_heads import PathObjective
 from paradraft.train.objectives.batch import Drop, Texts, TrainingBatch
 from paradraft.train.objectives.chain_attention import CHAINS, ChainMask, chains_of
-from paradraft.train.objectives.objective import corrected
 from paradraft.train.objectives.rows import FILLING, FLEX, as_mask, mask_dtype, of_pairs
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.trainee import RunData
@@ -68,12 +65,6 @@ class DFlashRecipe(MasksRecipe):
         description="whether the last committed token drafts the first one, as DSpark's, or false: masks draft all, as "
         "DFlash's",
     )
-    markov_rank: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_RANK,
-        description="rank of a head that corrects each token by the one before, as engines read it; 0: none",
-    )
 
     @model_validator(mode="after")
     def _check_passes(self) -> Self:
@@ -81,10 +72,6 @@ class DFlashRecipe(MasksRecipe):
             raise ValueError("gradient_checkpointing: the passes of dflash do not support it, leave it out")
         if not self.causal and self.r < 1:
             raise ValueError(f"r={self.r}: masks that see all of their block need whole ones, set r=1 or causal=true")
-        if self.markov_rank and self.previous_token_rank:
-            raise ValueError(
-                f"markov_rank={self.markov_rank}, previous_token_rank={self.previous_token_rank}: give one of the heads"
-            )
         return self
 
     def layers_of(self, config: PretrainedConfig) -> list[int]:
@@ -137,7 +124,7 @@ class ContextCache(Cache):
         return torch.cat([keys, key_states], dim=2), torch.cat([values, value_states], dim=2)
 
 
-class DFlash(HeadObjective):
+class DFlash(PathObjective):
     """The layers in training, and their loss."""
 
     def __init__(
@@ -158,17 +145,11 @@ class DFlash(HeadObjective):
         model.requires_grad_(True)
         self.hidden_norm = norm_of_states(settings)
         self.layers, self.norm = body.layers, body.norm
-        rank = recipe.previous_token_rank if recipe.k > 1 else 0
-        self.previous = new_head(target.model, rank, seed=recipe.seed) if rank else None
-        self.markov: MarkovHead | None = None
-        if recipe.markov_rank:
-            embeddings_VD = as_numbers(target.model.get_input_embeddings().weight).detach()
-            self.markov = MarkovHead(embeddings_VD, target.ids, recipe.markov_rank, seed=recipe.seed)
         self._settings = settings
         self._model = (model,)  # hidden from `nn.Module`: only parameters of its layers and norm are trained
 
     def hidden(self, batch: TrainingBatch, read_SNX: Tensor) -> Tensor:
-        """Returns the layers' output for each row; with a Markov head, beside it `[X]` of the token before."""
+        """See `HeadObjective`."""
         (model,) = self._model
         dtype = self.fc.weight.dtype
         embed = self.target.model.get_input_embeddings()
@@ -180,20 +161,7 @@ class DFlash(HeadObjective):
             past_key_values=ContextCache(self._context(batch, self.hidden_norm(self.fc(read_SNX.to(dtype))))),
             use_cache=True,
         ).last_hidden_state
-        hidden_SRD = hidden_SQD[:, : batch.tokens.shape[1]]
-        if self.markov is not None:
-            before_SR = batch.texts.tokens.gather(1, batch.text_indices)
-            return torch.cat([hidden_SRD, self.markov.embedding(before_SR).to(hidden_SRD.dtype)], dim=-1)
-        if self.previous is None:
-            return hidden_SRD
-        return corrected(self.previous, hidden_SRD, batch, embed(batch.texts.tokens).to(dtype))
-
-    def head(self, hidden_mD: Tensor, depths_m: Tensor) -> Tensor:
-        """See `HeadObjective`."""
-        if self.markov is None:
-            return super().head(hidden_mD, depths_m)
-        width = self._settings.width
-        return super().head(hidden_mD[:, :width], depths_m) + self.markov.output(hidden_mD[:, width:])
+        return self.read(hidden_SQD[:, : batch.tokens.shape[1]], batch)
 
     def _context(self, batch: TrainingBatch, states_SND: Tensor) -> list[tuple[Tensor, Tensor]]:
         (model,) = self._model
@@ -279,18 +247,12 @@ def build(recipe: DFlashRecipe, data: RunData) -> HeadTrainee:
     config = load_config(locate(recipe.model, "target"))
     settings = recipe.settings_of(config, data)
     shape = block_model(settings, torch.float32, device="meta")
-    width, rank = settings.width, recipe.previous_token_rank
-    trained = memory.parameters_of(shape) + len(settings.target_layers) * width**2 + rank * (3 * width + rank)
-    trained += recipe.markov_rank * (config.vocab_size + recipe.draft_ids(config.vocab_size))
+    width = settings.width
+    trained = memory.parameters_of(shape) + len(settings.target_layers) * width**2 + recipe.path_parameters(config)
     drop = Drop(k=recipe.depths, r=recipe.r, r_min=recipe.r_min, mask_id=settings.mask_token_id)
     rows = sum(max(drop.r**depth, drop.r_min) for depth in range(drop.k))
     kept = memory.kept_by_layers(recipe, shape.config, bf16=data.bf16) + 4.0 * 6 * width
     needed = check_memory(recipe, data, trained=trained, kept=kept, rows_per_token=rows, attended_per_token=rows + 1)
     target = trimmed_target(recipe, data)
     objective = DFlash(target, recipe, settings, on_gpu=data.device.type == "cuda", bf16=data.bf16).to(data.device)
-    entries = settings.entries()
-    if objective.previous is not None:
-        entries |= {"previous_token_rank": rank}
-    if recipe.markov_rank:
-        entries |= {MARKOV_RANK: recipe.markov_rank}
-    return HeadTrainee("dflash", recipe, objective, entries, drop, needed)
+    return HeadTrainee("dflash", recipe, objective, settings.entries() | recipe.path_ranks, drop, needed)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 
 from paradraft.drafters.parts.draft_layers import layers_like, side_by_side
-from paradraft.drafters.parts.previous_token import MOST_RANK, new_head
 from paradraft.models.architectures import spec_of
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.output_head import sizes_of
@@ -27,15 +26,14 @@ from paradraft.models.quantized import as_numbers
 from paradraft.sources.loading import load_config, locate
 from paradraft.train import memory
 from paradraft.train.drafters.heads import (
-    HeadObjective,
     HeadTrainee,
     check_memory,
     states_before,
 )
 from paradraft.train.drafters.output_heads import DraftHeadRecipe, trimmed_target
+from paradraft.train.drafters.path_heads import PathHeadRecipe, PathObjective
 from paradraft.train.objectives.batch import Drop, TrainingBatch
 from paradraft.train.objectives.losses import IGNORED
-from paradraft.train.objectives.objective import corrected
 from paradraft.train.objectives.rows import attention_mask
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.recipe import Part
@@ -72,11 +70,11 @@ class LayersRecipe(DraftHeadRecipe):
         return self
 
 
-class MasksRecipe(DraftHeadRecipe):
+class MasksRecipe(PathHeadRecipe):
     """Settings of trainings on the target's states that draft with masks."""
 
     PARTS = (
-        *DraftHeadRecipe.PARTS,
+        *PathHeadRecipe.PARTS,
         Part(
             settings=("r", "r_min", "depth_weights", "previous_token_rank"),
             wanted="k=2 or more",
@@ -86,12 +84,6 @@ class MasksRecipe(DraftHeadRecipe):
 
     r: float = Field(default=1.0, gt=0, le=1, description="COD: rows kept from position to position; 1 keeps all")
     r_min: float = Field(default=0.2, ge=0, le=1, description="COD: least share of rows at any position")
-    previous_token_rank: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_RANK,
-        description="rank of the head that gives each mask the tokens drafted before it; 0: none",
-    )
 
 
 class ParallelRecipe(MasksRecipe, LayersRecipe):
@@ -109,7 +101,7 @@ class ParallelRecipe(MasksRecipe, LayersRecipe):
     )
 
 
-class LayersObjective(HeadObjective):
+class LayersObjective(PathObjective):
     """Decoder layers in training, and their loss. A subclass computes their inputs, `vectors`.
 
     Args:
@@ -145,8 +137,6 @@ class LayersObjective(HeadObjective):
         self.layers, self.norm = body.layers, body.norm
         self.target_layers = recipe.target_layers
         self.fuse = None if len(recipe.target_layers) == 1 else last_of(target, len(recipe.target_layers))
-        rank = recipe.previous_token_rank if isinstance(recipe, ParallelRecipe) and recipe.k > 1 else 0
-        self.previous = new_head(target.model, rank, seed=recipe.seed) if rank else None
         self._model = (model,)  # hidden from `nn.Module`: only parameters of its layers and norm are trained
 
     def vectors(self, batch: TrainingBatch, embeddings_SRD: Tensor, states_SRD: Tensor) -> Tensor:
@@ -170,9 +160,7 @@ class LayersObjective(HeadObjective):
             position_ids=batch.positions,
             use_cache=False,
         ).last_hidden_state
-        if self.previous is None:
-            return hidden_SRD
-        return corrected(self.previous, hidden_SRD, batch, embed(batch.texts.tokens).to(dtype))
+        return self.read(hidden_SRD, batch)
 
     def _fused(self, read_SNX: Tensor) -> Tensor:
         """`[S, N, D]` states of all target layers, joined by a linear layer."""
@@ -193,9 +181,10 @@ class LayersObjective(HeadObjective):
         classification, right_K = super().loss(hidden_SRD, batch, read_SND, weights_K)
         if not self.regression:
             return self.classification * classification, right_K
-        index_SRD = batch.text_indices[:, :, None].expand_as(hidden_SRD)
+        states_SRD = hidden_SRD[..., : read_SND.shape[2]]
+        index_SRD = batch.text_indices[:, :, None].expand_as(states_SRD)
         regression_SR = smooth_l1_loss(
-            hidden_SRD.float(), read_SND.gather(1, index_SRD).float(), reduction="none"
+            states_SRD.float(), read_SND.gather(1, index_SRD).float(), reduction="none"
         ).mean(-1)
         weights_SR = weights_K[batch.depths] * (batch.labels != IGNORED)
         return self.classification * classification + self.regression * (weights_SR * regression_SR).sum(), right_K
@@ -299,8 +288,7 @@ def layers_trainee(
     )  # fmt: skip
     if isinstance(recipe, ParallelRecipe):
         drop = replace(drop, r=recipe.r, r_min=recipe.r_min, mask_id=0)
-        rank = recipe.previous_token_rank
-        trained += rank * (3 * config.hidden_size + rank)
+        trained += recipe.path_parameters(config)
     rows = sum(max(drop.r**depth, drop.r_min) for depth in range(drop.k))
     kept = memory.kept_by_layers(recipe, shape.config, bf16=data.bf16) + 4.0 * 6 * config.hidden_size
     needed = check_memory(recipe, data, trained=trained, kept=kept, rows_per_token=rows, attended_per_token=rows)
@@ -316,7 +304,5 @@ def layers_trainee(
     if for_vllm:
         head_config |= {"for_vllm": True}
     if isinstance(recipe, ParallelRecipe):
-        head_config |= {"distinct_masks": recipe.distinct_masks}
-        if objective.previous is not None:
-            head_config |= {"previous_token_rank": recipe.previous_token_rank}
+        head_config |= {"distinct_masks": recipe.distinct_masks} | recipe.path_ranks
     return HeadTrainee(drafter, recipe, objective, head_config | settings(objective.target), drop, needed)

@@ -38,6 +38,7 @@ from paradraft.train.objectives.losses import Divergence
 from paradraft.train.objectives.low_rank import LowRankHead
 from paradraft.train.objectives.objective import loss_of_rows
 from paradraft.train.objectives.pass_teacher import PassTeacher
+from paradraft.train.objectives.selection import Selecting
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.objectives.teacher_loading import is_decoded_as_stored
 from paradraft.train.recipe import Recipe
@@ -97,11 +98,13 @@ class HeadRecipe(Recipe):
 class HeadObjective(nn.Module):
     """A drafter in training on the states of a frozen target, and its loss.
 
-    A subclass holds the trained weights and computes `hidden`; it may set `target_layers`, whose states it reads.
+    A subclass has the trained weights and `hidden`; it may set `target_layers`, and `select` (see `loss_of_rows`).
 
     Args:
         bf16: compute in bf16; losses are computed in float32.
     """
+
+    select: Selecting | None = None
 
     def __init__(self, target: Teacher, recipe: HeadRecipe, *, bf16: bool = False) -> None:
         super().__init__()
@@ -161,6 +164,7 @@ class HeadObjective(nn.Module):
             chunk=rows_at_once(self.target.ids, hidden_SRD.device),
             trained=[weight for weight in self.parameters() if weight.requires_grad],
             read_SNE=read_SND,
+            select=self.select,
         )
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paradraft.data.samples import Sample
 from paradraft.drafters.parts.draft_loading import load_draft_lm
-from paradraft.drafters.parts.previous_token import PreviousTokenHead, load_head, new_head, stored_head
+from paradraft.drafters.parts.path_heads.previous_token import PreviousTokenHead, load_head, new_head, stored_head
 from paradraft.formats.folder import save_model
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, TRAINED_K, TRAINED_LENGTH, check_ends_nothing, forget_masks
 from paradraft.formats.pard2 import PROJECTION, StateProjection

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from paradraft.drafters.parts.previous_token import MOST_RANK
+from paradraft.formats.path_heads import MOST_RANK
 from paradraft.sources.loading import locate
 from paradraft.train.init.adaptation import Lora
 from paradraft.train.objectives.losses import Divergence

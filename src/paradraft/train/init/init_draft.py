@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.drafters.parts.previous_token import load_head, stored_head
+from paradraft.drafters.parts.path_heads.previous_token import load_head, stored_head
 from paradraft.formats.folder import check_free, save_model
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, declared_mask_id, forget_masks, forget_states
 from paradraft.models.architectures import context_of, spec_of

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.data.dataset import load_samples
 from paradraft.data.samples import hold_out, label_counts
-from paradraft.drafters.parts.previous_token import load_head, stored_head
+from paradraft.drafters.parts.path_heads.previous_token import load_head, stored_head
 from paradraft.formats.folder import check_free, save_model
 from paradraft.formats.gguf import is_gguf
 from paradraft.formats.head import is_head

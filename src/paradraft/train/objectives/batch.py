@@ -107,6 +107,11 @@ class TrainingBatch:
         """Coordinates of the rows, for the attention mask."""
         return Rows(position=self.positions, depth=self.depths, document=self.documents)
 
+    @property
+    def tokens_before(self) -> Tensor:
+        """`[S, R]` the text's tokens after which the rows predict."""
+        return self.texts.tokens.gather(1, self.text_indices)
+
     def labels_by_depth(self, k: int) -> Tensor:
         """`[k]` rows with a label, by depth."""
         return torch.bincount(self.depths[self.labels != IGNORED], minlength=k)

@@ -1,7 +1,7 @@
 """The loss of a batch of rows, computed in chunks, so that the logits of all rows are never in memory at once.
 
-The previous-token head (`paradraft.drafters.parts.previous_token`) corrects the states before the loss. The tokens
-between a row's anchor and the row are those of the text, as if they had been drafted.
+The previous-token head (`paradraft.drafters.parts.path_heads.previous_token`) corrects the states before the loss. The
+tokens between a row's anchor and the row are those of the text, as if they had been drafted.
 
 Shape letters: S groups of samples, N tokens of the longest, R rows of a batch, M rows that have a label, m some of
 them, D width of the model, X rank of the previous-token head, P tokens of the texts, E width of the teacher, K depths,
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from paradraft.drafters.parts.previous_token import PreviousTokenHead
+from paradraft.drafters.parts.path_heads.previous_token import PreviousTokenHead
 from paradraft.formats.vocab_map import VocabMap
 from paradraft.models.output_head import finished, logits_of
 from paradraft.train.objectives.batch import TrainingBatch
@@ -24,6 +24,7 @@ from paradraft.train.objectives.chunks import rows_at_once, sum_in_chunks
 from paradraft.train.objectives.features import FeatureCache
 from paradraft.train.objectives.losses import IGNORED, Divergence, cross_entropy, divergence
 from paradraft.train.objectives.rows import FILLING, attention_mask
+from paradraft.train.objectives.selection import Selecting, selection_loss
 from paradraft.train.objectives.teacher import Teacher
 
 
@@ -157,6 +158,7 @@ def loss_of_rows(
     trained: Sequence[Tensor],
     read_SNE: Tensor | None = None,
     chain_weight: float = 0.0,
+    select: Selecting | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sums the losses of all rows that have a label.
 
@@ -167,6 +169,7 @@ def loss_of_rows(
         chunk: most rows whose logits are in memory at a time.
         trained: all trained weights, some of which `head` may read.
         read_SNE: the teacher's states of the texts, if known.
+        select: scores of the likeliest tokens, which have a loss too and make the prediction.
 
     Returns:
         The weighted sum, and `[K]` rows of each depth predicted correctly.
@@ -182,11 +185,16 @@ def loss_of_rows(
         labels_m = labels_X[rows_m]
         logits_mV = head(hidden_mD, depths_X[rows_m])
         right_m = logits_mV.detach().gather(1, labels_m[:, None])[:, 0] >= logits_mV.detach().amax(-1)
+        teacher_mV = None
         if teacher is None or read_SNE is None:
             loss_m = cross_entropy(logits_mV, labels_m)
         else:
             states_PE, which_m = _teacher_states(read_SNE, batch, rows_m)
-            loss_m = divergence(logits_mV, teacher.expects(states_PE, logits_mV.shape[-1])[which_m], kind)
+            teacher_mV = teacher.expects(states_PE, logits_mV.shape[-1])[which_m]
+            loss_m = divergence(logits_mV, teacher_mV, kind)
+        if select is not None:
+            chosen_m, best_m = selection_loss(select, hidden_mD, logits_mV, labels_m, teacher_mV, kind)
+            loss_m, right_m = loss_m + chosen_m, best_m == labels_m
         return (weights_X[rows_m] * loss_m).sum(), right_m
 
     order_M = _labelled_in_text_order(batch)

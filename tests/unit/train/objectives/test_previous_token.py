@@ -15,7 +15,7 @@ from paradraft.core import Request
 from paradraft.data.samples import Sample
 from paradraft.decode.generation import Generation
 from paradraft.drafters.pard import PardDrafter
-from paradraft.drafters.parts.previous_token import PreviousTokenHead
+from paradraft.drafters.parts.path_heads.previous_token import PreviousTokenHead
 from paradraft.engine.loader import load
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD
 from paradraft.models.output_head import sizes_of
@@ -209,10 +209,10 @@ def test_decoding_computes_what_is_trained(family: Path, tmp_path: Path, compile
         batch.clear()
         batch.join([Generation(Request(tokens=prompt))])
         drafter = batch.drafter
-        assert isinstance(drafter, PardDrafter) and drafter._correction is not None
-        correction, drafter._correction = drafter._correction, None
+        assert isinstance(drafter, PardDrafter) and drafter._path_head is not None
+        head, drafter._path_head = drafter._path_head, None
         without += drafter.propose([4]).tokens[0].tolist() != draft
-        drafter._correction = correction
+        drafter._path_head = head
     assert without  # or it would show nothing
 
 

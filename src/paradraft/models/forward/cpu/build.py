@@ -29,8 +29,8 @@ from paradraft.models.forward.cpu.prebuilt import FOLDER, LEVELS, level_of
 
 NATIVE = Path(__file__).parent / "native"
 SOURCES = (
-    "forward.cpp", "integers.cpp", "packing.cpp", "correction.cpp", "tree.cpp", "draw.cpp",
-    "attention.h", "batch.h", "gemm.h", "integers.h", "quads.h", "team.h", "tiles.h", "simd.h",
+    "forward.cpp", "integers.cpp", "packing.cpp", "correction.cpp", "selector.cpp", "tree.cpp", "draw.cpp",
+    "attention.h", "batch.h", "drawing.h", "gemm.h", "integers.h", "quads.h", "team.h", "tiles.h", "simd.h",
 )  # fmt: skip
 FOR_ANY_CPU = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fPIC")
 FLAGS = (
@@ -112,6 +112,10 @@ def _library() -> ctypes.CDLL | CannotBuildError:
         *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2, ctypes.c_int64
     ]  # fmt: skip
     native.grow_corrected.restype = None
+    native.select_chains.argtypes = [*[ctypes.c_void_p] * 5, ctypes.c_int64]
+    native.select_chains.restype = None
+    native.grow_selected.argtypes = [*[ctypes.c_void_p] * 2, *native.grow_corrected.argtypes]
+    native.grow_selected.restype = None
     native.draw_tokens.argtypes = [
         ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_void_p,
         ctypes.c_int64,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paradraft.models.forward.cpu.build import library
+from paradraft.models.forward.cpu.drawing import Places, places_of
 from paradraft.models.forward.cpu.matrix import Matrix, PackedMatrix
 
 
@@ -20,15 +21,6 @@ class _Correction(ctypes.Structure):
     _fields_ = (
         *((name, Matrix) for name in ("token", "memory", "correction")),
         *((name, ctypes.c_void_p) for name in ("embedding", "embedding_bfloat16")),
-    )
-
-
-class _Places(ctypes.Structure):
-    """The struct `Places` of `correction.cpp`: the positions of the drafts."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "places")),
-        *((name, ctypes.c_void_p) for name in ("logits", "reads", "temperatures", "noise")),
     )
 
 
@@ -72,7 +64,6 @@ class NativeCorrection:
             noise_BKV: float64; None if all rows are greedy.
             threads: most threads.
         """
-        assert noise_BKV is not None or not any(temperatures)
         tokens_BK = torch.empty(logits_BKV.shape[:2], dtype=torch.long, device="cpu")
         places, kept = self._places(logits_BKV, reads_BKX, temperatures, noise_BKV)
         library().draw_chains(ctypes.byref(self._correction), ctypes.byref(places), tokens_BK.data_ptr(), threads)
@@ -106,19 +97,9 @@ class NativeCorrection:
 
     def _places(
         self, logits_BKV: Tensor, reads_BKX: Tensor | None, temperatures: Sequence[float], noise_BKV: Tensor | None
-    ) -> tuple[_Places, list[object]]:
-        """The library's inputs, and objects that must live while it runs."""
-        B, K, V = logits_BKV.shape
-        logits, reads = logits_BKV.contiguous(), None if reads_BKX is None else reads_BKX.float().contiguous()
-        noise = None if noise_BKV is None else noise_BKV.contiguous()
-        correction = self._correction.correction
-        assert logits.dtype == torch.float32 and correction.outputs == V and len(temperatures) == B
-        assert (reads is None) == (self._matrices[0] is None)
-        assert reads is None or reads.shape == (B, K - 1, correction.inputs)
-        assert noise is None or (noise.shape == logits.shape and noise.dtype == torch.float64)
-        temperatures_B = (ctypes.c_float * B)(*temperatures)
-        places = _Places(
-            rows=B, places=K, logits=logits.data_ptr(), reads=None if reads is None else reads.data_ptr(),
-            temperatures=ctypes.addressof(temperatures_B), noise=None if noise is None else noise.data_ptr(),
-        )  # fmt: skip
-        return places, [logits, reads, noise, temperatures_B]
+    ) -> tuple[Places, list[object]]:
+        (B, K, V), correction = logits_BKV.shape, self._correction.correction
+        assert correction.outputs == V and (reads_BKX is None) == (self._matrices[0] is None)
+        assert reads_BKX is None or reads_BKX.shape == (B, K - 1, correction.inputs)
+        assert noise_BKV is None or noise_BKV.shape[2] == V
+        return places_of(logits_BKV, reads_BKX, temperatures, noise_BKV)

@@ -1,11 +1,12 @@
-// Draws drafts token by token, each after a correction of its logits by the tokens before it (drafters/parts/correction.py):
-// chains, and trees of the likeliest nodes.
+// Draws drafts token by token, each after a correction of its logits by the tokens before it
+// (drafters/parts/path_heads/correction.py): chains, and trees of the likeliest nodes.
 //
 // Shape letters: B rows of a batch, K places of a draft, V vocabulary, D hidden size, X rank of the correction.
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "drawing.h"
 #include "gemm.h"
 #include "team.h"
 
@@ -23,17 +24,6 @@ struct Correction {
         for (int64_t i = 0; i < width; i++) into[i] = embedding ? embedding[from + i] : number(embedding_bfloat16[from + i]);
     }
 };
-
-/// What a pass said of the places of a draft, and how tokens are drawn from it.
-struct Places {
-    int64_t rows, places;      // B, K
-    const float* logits;       // [B, K, V] before any correction
-    const float* reads;        // [B, K - 1, X], what the states of the later places add to their memories; or null
-    const float* temperatures; // [B]; 0 takes the likeliest token
-    const double* noise;       // [B, K, V], or null; greedy rows have none
-};
-
-constexpr int64_t INVALID = -2, ABSENT = -1; // tokens: of logits that are no numbers; of no node
 
 /// Where the logits of a row's place begin.
 static int64_t logits_at(const Correction& model, const Places& given, int64_t row, int64_t place) {
@@ -77,19 +67,6 @@ static void remember(const Correction& model, const Places& given, const Nodes& 
     for (float& memory : memories) memory /= 1.0f + std::exp(-memory); // SiLU
 }
 
-/// The best token so far. What is not a number is larger than all numbers, and of equal ones the first counts.
-struct Best {
-    double score = -INFINITY;
-    int64_t token = INT64_MAX;
-
-    void take(double other, int64_t index) {
-        if (std::isnan(score) || !(std::isnan(other) || other >= score)) return;
-        if (other == score && index > token) return;
-        score = other;
-        token = index;
-    }
-};
-
 /// Takes the best of a panel's outputs, `corrections` of their logits for a row, or none.
 static void look_through(
     const Places& given, int64_t row, int64_t at, const Outputs& outputs, const float* corrections, Best& best
@@ -120,65 +97,9 @@ static void look_through(
     for (int64_t i = 0; is_better && i < outputs.count; i++) best.take(scores[i], outputs.first + i);
 }
 
-/// A node that may be drafted.
-struct Leaf {
-    double value; // logarithm of the estimated probability of its path
-    int64_t parent, place, token;
-    int64_t number; // of the leaves that a row has had; of two with the same value the earlier one is taken
-
-    bool operator<(const Leaf& other) const {
-        return value != other.value ? value < other.value : number > other.number;
-    }
-};
-
-/// One row's tree: its leaves as a heap, and the nodes that are drafted.
-struct GrowingTree {
-    std::vector<Leaf> leaves, taken;
+/// One row's tree with the memories of its nodes.
+struct RememberingTree : GrowingTree {
     std::vector<float> memories; // [taken, X]; of nodes that are not expanded anything
-    int64_t seen = 0;
-
-    void push(double value, int64_t parent, int64_t place, int64_t token) {
-        leaves.push_back({value, parent, place, token, seen++});
-        std::push_heap(leaves.begin(), leaves.end());
-    }
-
-    /// Moves the best leaf to the nodes.
-    const Leaf& take() {
-        std::pop_heap(leaves.begin(), leaves.end());
-        taken.push_back(leaves.back());
-        leaves.pop_back();
-        return taken.back();
-    }
-
-    /// Adds the best few tokens of a place after a node, -1 for the committed text. `scores` has room for a vector more.
-    void add_best(float* scores, int64_t vocabulary, int64_t few, int64_t parent, int64_t place) {
-        double before = parent < 0 ? 0.0 : taken[parent].value;
-        std::fill_n(scores + vocabulary, LANES, -INFINITY);
-        Vector most = splat(-INFINITY), differs = {}; // from itself, as only what is no number does
-        for (int64_t i = 0; i < vocabulary; i += LANES) {
-            Vector some = load(scores + i);
-            most = some > most ? some : most;
-            differs = some == some ? differs : splat(1.0f);
-        }
-        float top = largest(most);
-        if (largest(differs) != 0.0f || !std::isfinite(top)) return push(before, parent, place, INVALID);
-        Vector total = {};
-        for (int64_t i = 0; i < vocabulary; i += LANES) total = total + exponential(load(scores + i) - top);
-        double normalizer = top + std::log(double(sum(total)));
-        std::vector<Best> best(few);
-        for (int64_t i = 0; i < vocabulary; i += LANES) {
-            if (!(largest(load(scores + i)) > best.back().score)) continue;
-            for (int64_t token = i; token < std::min(i + LANES, vocabulary); token++) {
-                if (!(scores[token] > best.back().score)) continue;
-                int64_t rank = few - 1;
-                for (; rank && scores[token] > best[rank - 1].score; rank--) best[rank] = best[rank - 1];
-                best[rank].score = scores[token];
-                best[rank].token = token;
-            }
-        }
-        for (const Best& found : best)
-            if (found.score > -INFINITY) push(before + found.score - normalizer, parent, place, found.token);
-    }
 };
 
 extern "C" {
@@ -235,14 +156,14 @@ void grow_corrected(
     int64_t room = vocabulary + 2 * LANES;
     std::fill_n(tokens, given->rows * budget, ABSENT);
     std::fill_n(parents, given->rows * budget, ABSENT);
-    std::vector<GrowingTree> trees(given->rows);
+    std::vector<RememberingTree> trees(given->rows);
     std::vector<float> scores(given->rows * room), memories;
     Team::run(threads, [&](Team& team) {
         for (int64_t step = 0; step <= budget; step++) {
             Nodes nodes; // after which tokens are looked for
             if (step)
                 for (int64_t row = 0; row < given->rows; row++) {
-                    GrowingTree& tree = trees[row];
+                    RememberingTree& tree = trees[row];
                     if (tree.leaves.empty()) continue;
                     const Leaf& node = tree.take();
                     tokens[row * budget + step - 1] = node.token;
@@ -280,7 +201,7 @@ void grow_corrected(
             });
             team.each(count, 1, [&](Span some, int) {
                 for (int64_t node = some.first; node < some.last; node++) {
-                    GrowingTree& tree = trees[row_of(node)];
+                    RememberingTree& tree = trees[row_of(node)];
                     if (step) std::copy_n(memories.data() + node * rank, rank, tree.memories.data() + (step - 1) * rank);
                     tree.add_best(scores.data() + node * room, vocabulary, few, step - 1, place_after(node));
                 }

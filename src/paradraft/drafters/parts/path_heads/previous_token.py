@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PretrainedConfig, PreTrainedModel
 
-from paradraft.drafters.parts.correction import Correction, without_forbidden
+from paradraft.drafters.parts.path_heads.correction import Correction, without_forbidden
 from paradraft.formats.head import Head, file_of
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, RANK
+from paradraft.formats.path_heads import PREVIOUS_TOKEN_RANK
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.correction import NativeCorrection
 from paradraft.models.output_head import check_linear, sizes_of
@@ -36,8 +37,6 @@ from paradraft.models.quantized import QuantizedTensor
 
 PREFIX = "previous."
 """Prefix of its weight names in a head checkpoint."""
-MOST_RANK = 2**14
-"""Largest rank; the head must be much smaller than the model."""
 
 
 class PreviousTokenHead(nn.Module):
@@ -107,7 +106,7 @@ def previous_token_head(head: Head) -> PreviousTokenHead:
     try:
         return _head_of(
             {name.removeprefix(PREFIX): weight for name, weight in weights.items()},
-            head.setting("previous_token_rank", int),
+            head.setting(PREVIOUS_TOKEN_RANK, int),
             head.setting("hidden_size", int),
         )
     except ValueError as error:

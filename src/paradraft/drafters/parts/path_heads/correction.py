@@ -1,8 +1,4 @@
-"""Drafts token by token from the outputs of one pass: a small head corrects each token's logits by the tokens before.
-
-All masks of a draft pass are read at once, so none depends on the tokens drawn before its own: their predictions are
-right on average and often contradict each other. A head that remembers the path of drawn tokens costs a small matrix
-product per drafted token, and no pass.
+"""Heads that correct each token's logits by a memory of the tokens before it.
 
 Shape letters: B rows of a batch, K drafted tokens, W nodes of a depth, V vocabulary, D hidden size, X rank of a head.
 """
@@ -15,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paradraft.core import Draft
+from paradraft.drafters.parts.path_heads.head import PathHead
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.correction import NativeCorrection
 from paradraft.models.target import gathered
@@ -23,8 +20,8 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.tree import Tree
 
 
-class Correction:
-    """A head that corrects the logits of one pass; a subclass computes its memory of a path.
+class Correction(PathHead):
+    """A head of this kind; a subclass computes the memory of a path.
 
     Args:
         lm: the model whose embeddings and threads it uses.
@@ -44,12 +41,14 @@ class Correction:
         """`[B, W, X]` memories after tokens, from what is read of their depth and the memories before, if any."""
         raise NotImplementedError
 
-    def after(self, anchors: Sequence[int], logits_BKV: Tensor) -> Tensor:
-        """The logits with those of the first tokens corrected by the last committed ones, where a head does that."""
-        return logits_BKV
+    def _begin(self, anchors: Sequence[int], logits_BKV: Tensor) -> None:
+        """Corrects the logits of the first tokens by the last committed ones, where a head does that."""
 
-    def draft(self, sampler: Sampler, tree: Tree | None, logits_BKV: Tensor, states_BKD: Tensor) -> Draft:
-        """Draws all tokens from the logits `[B, K, V]` and states `[B, K, D]` of one pass."""
+    def draft(
+        self, sampler: Sampler, tree: Tree | None, logits_BKV: Tensor, states_BKD: Tensor, anchors: Sequence[int]
+    ) -> Draft:
+        """See `PathHead`."""
+        self._begin(anchors, logits_BKV)
         k = logits_BKV.shape[1]
         reads_BKX = self._reads(states_BKD)
         plain = None if self._native is None else sampler.plain_draws(k, logits_BKV.shape[2])

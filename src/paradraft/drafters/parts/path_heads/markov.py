@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from paradraft.drafters.parts.correction import Correction, without_forbidden
 from paradraft.drafters.parts.draft_head import drafted_ids
-from paradraft.formats.block import MARKOV_EMBEDDING, MARKOV_OUTPUT, MARKOV_RANK
+from paradraft.drafters.parts.path_heads.correction import Correction, without_forbidden
 from paradraft.formats.head import Head
+from paradraft.formats.path_heads import MARKOV_EMBEDDING, MARKOV_OUTPUT, MARKOV_RANK
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.correction import NativeCorrection
 from paradraft.ragged import upload
@@ -36,12 +36,17 @@ class MarkovHead(nn.Module):
 
     def __init__(self, embeddings_VD: Tensor, ids: int, rank: int, *, seed: int) -> None:
         super().__init__()
-        projection_DX = torch.randn(embeddings_VD.shape[1], rank, generator=torch.Generator().manual_seed(seed))
-        projected_VX = embeddings_VD.float().cpu() @ projection_DX
-        size = projected_VX.square().mean().sqrt().clamp(min=1e-6)
-        self.embedding = nn.Embedding(len(embeddings_VD), rank, _weight=projected_VX / size)
+        self.embedding = projected(embeddings_VD, rank, seed=seed)
         self.output = nn.Linear(rank, ids, bias=False)
         nn.init.zeros_(self.output.weight)
+
+
+def projected(embeddings_VD: Tensor, rank: int, *, seed: int) -> nn.Embedding:
+    """A random projection of embeddings, of which the root mean square is 1."""
+    projection_DX = torch.randn(embeddings_VD.shape[1], rank, generator=torch.Generator().manual_seed(seed))
+    projected_VX = embeddings_VD.float().cpu() @ projection_DX
+    size = projected_VX.square().mean().sqrt().clamp(min=1e-6)
+    return nn.Embedding(len(embeddings_VD), rank, _weight=projected_VX / size)
 
 
 class MarkovCorrection(Correction):
@@ -63,10 +68,8 @@ class MarkovCorrection(Correction):
         return None
 
     def _remember(self, tokens_BW: Tensor, read_B1X: Tensor | None, before_BWX: Tensor | None) -> Tensor:
-        return nn.functional.embedding(tokens_BW, self._embedding)
+        return nn.functional.embedding(tokens_BW.clamp(min=0), self._embedding)
 
-    def after(self, anchors: Sequence[int], logits_BKV: Tensor) -> Tensor:
-        """See `Correction`."""
+    def _begin(self, anchors: Sequence[int], logits_BKV: Tensor) -> None:
         memories_BX = nn.functional.embedding(upload(list(anchors), logits_BKV.device), self._embedding)
         logits_BKV[:, 0] += self._correction(memories_BX)
-        return logits_BKV
