@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -22,6 +22,7 @@ from paradraft.engine.loader import load
 from paradraft.export.gguf import write_gguf
 from paradraft.export.handoff import hand_off
 from paradraft.formats.head import read_checkpoint, write_head
+from paradraft.formats.path_heads import SELECTOR_OUTPUT, SELECTOR_RANK
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import load_model, load_tokenizer, locate
 from tests.contract.test_every_trainee import recipe_for, train
@@ -38,18 +39,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "Markov head, some ids": {"markov_rank": 16, "draft_vocab_size": 1024},
     "as DSpark": {"causal": False, "markov_rank": 32},
     "as DFlash": {"causal": False, "anchor_first": False, "draft_vocab_size": 2048},
+    "as DFlash 2": {"causal": False, "anchor_first": False, "selector_rank": 32},
+    "causal selector, some ids": {"anchor_first": False, "selector_rank": 16, "draft_vocab_size": 1024},
 }
 PROMPTS = ("def add(a, b):\n", "class Queue:\n    def __init__(self):\n", "for i in range(10):\n    print(")
 
 
 @contextmanager
-def served(target: Path, draft: Path, log: Path) -> Iterator[str]:
-    """The address of a server that drafts K tokens."""
+def served(target: Path, draft: Path, log: Path, kind: str) -> Iterator[str]:
+    """The address of a server that drafts K tokens by a kind of llama.cpp's."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = [
-        "-m", target, "-md", draft, "--spec-type", "draft-dspark", "--spec-draft-n-max", K, "--spec-draft-p-min", 0,
+        "-m", target, "-md", draft, "--spec-type", kind, "--spec-draft-n-max", K, "--spec-draft-p-min", 0,
         "-c", 512, "-np", 1, "-t", 1, "--port", port, "--no-warmup",
         "-lv", 5, "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32",
     ]  # fmt: skip
@@ -79,38 +82,47 @@ def answer(address: str, prompt: list[int]) -> dict[str, Any]:
     return found
 
 
-def our_drafts(draft: Path, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[list[int]]]]:
-    """The answers, and the drafts of each of their rounds but the first, in which llama.cpp drafts nothing."""
+def our_drafts(draft: Path, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[Round]]]:
+    """The answers, and their rounds but the first, in which llama.cpp drafts nothing."""
     engine = load("pocket", drafter="dflash", draft=str(draft), k=K, runtime=RUNTIME, lengths="fixed")
     answers, drafts = [], []
     for prompt in prompts:
         first = engine.generate([prompt], max_new_tokens=1)[0].tokens
-        batch, rounds = engine.new_batch(), list[list[int]]()
+        batch, rounds = engine.new_batch(), list[Round]()
         generation = Generation(Request(tokens=[*prompt, *first], max_new_tokens=TOKENS - 1))
         batch.join([generation])
         while not generation.is_finished:
-            rounds.append(batch.drafter.propose([K]).tokens[0].tolist())
+            draft_of_round, before = batch.drafter.propose([K]).tokens[0].tolist(), len(generation.tokens)
             batch.step()
+            rounds.append(Round(draft_of_round, len(generation.tokens) - before - 1))
         answers.append([*first, *generation.tokens])
         drafts.append(rounds)
     return answers, drafts
 
 
-def their_drafts(log: str) -> list[list[int]]:
-    """The drafts in a server's log, whose blocks begin at the first place that drafts."""
+class Round(NamedTuple):
+    """A draft, empty where a log has none, and how many of its tokens were accepted."""
+
+    draft: list[int]
+    accepted: int
+
+
+def their_rounds(log: str) -> list[Round]:
+    """The rounds in a log, whose blocks begin at the first place that drafts; it has no drafts of selectors."""
     found: list[list[int]] = []
     first = None
     for place, token in re.findall(r"draft candidate +0, pos +(\d+): +(\d+) ", log):
         first = int(place) if first is None else first
         found += [[]] if int(place) == first else []
         found[-1].append(int(token))
-    return found
+    accepted = [int(count) for count in re.findall(r"\| accepted (\d+)/\d+ draft tokens, new", log)]
+    return [Round(*each) for each in zip(found or [[]] * len(accepted), accepted, strict=True)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_llama_cpp_drafts_what_we_draft(family: Path, tmp_path: Path, kind: str) -> None:
     """Guards layers, positions and places that are shifted by one, and heads that are left out: a server that drafts
-    badly says nothing. The control is a drafter that reads the states of other layers."""
+    badly says nothing. Controls are a drafter that reads the states of other layers, and another selector."""
     folder = locate("pocket", "target")
     model, tokenizer = load_model(folder, Runtime(device="cpu", dtype="float32")), load_tokenizer(folder)
     write_gguf(tmp_path / "target.gguf", model, tokenizer, dtype="float32", name="target")
@@ -119,27 +131,34 @@ def test_llama_cpp_drafts_what_we_draft(family: Path, tmp_path: Path, kind: str)
     settings |= {"samples_per_step": 8, "max_length": 128, "optimizer": "muon", "muon_lr": 2e-2, "lr": 2e-3}
     train("dflash", recipe_for("dflash", family, tmp_path / "head", **settings, **KINDS[kind]))
     head = read_checkpoint(str(tmp_path / "head"))
-    others = replace(head, config=head.config | {"target_layers": head.config["target_layers"][::-1]})
-    (tmp_path / "others").mkdir()
-    write_head(tmp_path / "others", others)
+    wrong = {"others": replace(head, config=head.config | {"target_layers": head.config["target_layers"][::-1]})}
+    if SELECTOR_RANK in head.config:
+        rolled = {SELECTOR_OUTPUT: head.weights[SELECTOR_OUTPUT].roll(1, 0)}
+        wrong["rolled"] = replace(head, weights=head.weights | rolled)
+    for name, other in wrong.items():
+        (tmp_path / name).mkdir()
+        write_head(tmp_path / name, other)
     answers, expected = our_drafts(tmp_path / "head", prompts)
     is_same = {}
-    for name in ("head", "others"):
-        hand_off(
+    for name in ("head", *wrong):
+        done = hand_off(
             str(tmp_path / name), "pocket", "gguf", tmp_path / f"{name}-out", k=K, prompts=[], max_new_tokens=1,
             runtime=Runtime(dtype="float32", draft_dtype="float32"),
         )  # fmt: skip
+        (spec,) = re.findall(r"--spec-type (\S+)", done.launch)
         compared, same = 0, 0
         for number, prompt in enumerate(prompts):
             log = tmp_path / f"{name}-{number}.log"
-            with served(tmp_path / "target.gguf", tmp_path / f"{name}-out" / "model.gguf", log) as address:
+            with served(tmp_path / "target.gguf", tmp_path / f"{name}-out" / "model.gguf", log, spec) as address:
                 reply = answer(address, prompt)
             assert reply["tokens"] == answers[number], "drafts do not change a text"
-            for mine, theirs in zip(expected[number][:-1], their_drafts(log.read_text(errors="replace")), strict=False):
+            for mine, theirs in zip(expected[number][:-1], their_rounds(log.read_text(errors="replace")), strict=False):
                 compared += 1
-                same += mine == theirs
-                if mine != theirs and name == "others":
+                is_round = mine.accepted == theirs.accepted and theirs.draft in (mine.draft, [])
+                assert theirs.draft or spec == "draft-dflash"
+                same += is_round
+                if not is_round and name != "head":
                     break  # the rounds are not the same from here on
         assert compared > (40 if name == "head" else 0)
         is_same[name] = same == compared
-    assert is_same == {"head": True, "others": False}
+    assert is_same == {name: name == "head" for name in is_same}

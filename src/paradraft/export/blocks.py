@@ -1,7 +1,8 @@
-"""Exports block drafters: as a folder of DSpark's for vLLM, and as a file of DFlash's kind for llama.cpp.
+"""Exports block drafters: as a folder of DSpark's or DFlash 2's for vLLM, and as a file of DFlash's kind for llama.cpp.
 
 Both compute DSpark's blocks (2607.05147), causal ones included, of which the anchor drafts or not; a drafter without a
-Markov head gets one of zeros. vLLM's computation was read in its source (model_executor/models/qwen3_dspark.py,
+head gets a Markov head of zeros. One with a selector becomes one of DFlash 2, of which masks draft all tokens. vLLM's
+computation was read in its source (model_executor/models/qwen3_dspark.py, qwen3_dflash2.py,
 v1/worker/gpu/spec_decode/dspark); it needs a GPU, and none has tried a folder yet. llama.cpp's drafts were compared
 with ours (tests/e2e/test_llama_cpp_blocks.py).
 """
@@ -22,8 +23,8 @@ from paradraft.export.gguf import end_metadata, model_metadata, write_tensors
 from paradraft.export.gguf_vocabulary import metadata_of
 from paradraft.formats.block import OWN_HEAD, BlockSettings
 from paradraft.formats.head import Head
-from paradraft.formats.path_heads import MARKOV_RANK, PREVIOUS_TOKEN_RANK
-from paradraft.formats.published_block import published_weights
+from paradraft.formats.path_heads import MARKOV_RANK, PREVIOUS_TOKEN_RANK, SELECTED, SELECTOR_RANK
+from paradraft.formats.published_block import CONVOLUTION, DFLASH_2, DSPARK, published_weights
 from paradraft.formats.vocab_map import D2T
 from paradraft.models.quantized import as_numbers, of_outputs
 from paradraft.sources.gguf_model import INNER
@@ -32,7 +33,9 @@ from paradraft.sources.target_loading import load_target
 from paradraft.traits import INSTEAD
 
 METHOD = "dspark"
-"""vLLM's name of its method."""
+"""vLLM's name of the method of most."""
+METHODS = {DSPARK: METHOD, DFLASH_2: "dflash"}
+"""The methods by the architecture of a published folder; llama.cpp's names have "draft-" before them."""
 ARCHITECTURE = "dflash"
 """llama.cpp's name of all block drafters."""
 SCALES = ("embedding_multiplier", "logits_scaling", "logit_scale", "final_logit_softcapping")
@@ -41,12 +44,23 @@ OUTER = {
     "norm.weight": "output_norm.weight", "fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight",
     "lm_head.weight": "output.weight", "markov_head.markov_w1.weight": "markov_w1.weight",
     "markov_head.markov_w2.weight": "markov_w2.weight",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+    "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
 }  # fmt: skip
 """llama.cpp's names of weights, by their published names."""
 
 
-def check_block(head: Head, k: int) -> BlockSettings:
-    """The settings of a drafter that engines can serve; raises ValueError if they cannot draft k tokens with it."""
+CONVOLUTIONS = {
+    "attention_conv.base_kernel": "attn_conv_base", "attention_conv.kernel_projection": "attn_conv_proj.weight",
+    "mlp_conv.base_kernel": "ffn_conv_base", "mlp_conv.kernel_projection": "ffn_conv_proj.weight",
+}  # fmt: skip
+"""Its names of a layer's convolutions."""
+
+
+def check_block(head: Head, k: int, *, for_llama_cpp: bool = False) -> BlockSettings:
+    """The settings of a drafter that vLLM or llama.cpp can serve; raises ValueError if it cannot draft k tokens with
+    it."""
     settings, name, most = BlockSettings.of(head), head.name, head.target.num_hidden_layers
     check_k(settings, k, name)
     if PREVIOUS_TOKEN_RANK in head.config:
@@ -58,7 +72,31 @@ def check_block(head: Head, k: int) -> BlockSettings:
             f"{name!r} reads the target's layer {outside[0]}, and engines give those from 1 to {most - 1}: set "
             "target_layers in training"
         )
+    if SELECTOR_RANK in head.config:
+        _check_selector(settings, head, for_llama_cpp=for_llama_cpp)
     return settings
+
+
+def _check_selector(settings: BlockSettings, head: Head, *, for_llama_cpp: bool) -> None:
+    instead = f"train it with {MARKOV_RANK} in place of {SELECTOR_RANK}"
+    if settings.anchor_first:
+        raise ValueError(
+            f"{head.name!r} has a selector, which engines read where masks draft all tokens: train it with "
+            "anchor_first=false"
+        )
+    if settings.width % (group := CONVOLUTION["conv_group_size"]):
+        raise ValueError(
+            f"{head.name!r} has states of {settings.width} numbers, and engines want a multiple of {group}: {instead}"
+        )
+    if for_llama_cpp and settings.width < (least := SELECTED * (SELECTED + 1)):
+        raise ValueError(
+            f"{head.name!r} has states of {settings.width} numbers, and llama.cpp's selector needs {least}: {instead}"
+        )
+    if not for_llama_cpp and D2T in head.weights:
+        raise ValueError(
+            f"{head.name!r} drafts some of the target's tokens, and vLLM's selector decides between all: train it "
+            f"without draft_vocab_size, or {instead.removeprefix('train it ')}"
+        )
 
 
 def check_k(settings: BlockSettings, k: int, name: str) -> None:
@@ -126,6 +164,8 @@ def write_block_gguf(
         "has_confidence_head": False,
         "attention.causal": settings.causal,
     }
+    if SELECTOR_RANK in head.config:
+        own |= {"selector_rank": head.config[SELECTOR_RANK], "selector_top_k": SELECTED} | CONVOLUTION
     metadata = model_metadata(ARCHITECTURE, config, dtype=dtype, name=file.parent.name)
     metadata |= {f"{ARCHITECTURE}.{key}": value for key, value in own.items()}
     metadata |= metadata_of(tokenizer, rows, head.name) | end_metadata(generation, tokenizer.eos_token_id)
@@ -140,5 +180,7 @@ def _name_of(published: str) -> str:
     if published in OUTER:
         return OUTER[published]
     _, layer, part = published.removesuffix(".weight").split(".", 2)
+    if part in CONVOLUTIONS:
+        return f"blk.{layer}.{CONVOLUTIONS[part]}"
     theirs = {ours: theirs for theirs, ours in INNER.items()}
     return f"blk.{layer}.{theirs[part]}.weight"

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from paradraft.drafters import serving_of
 from paradraft.engine.speculation import Speculation
 from paradraft.export.acceptance import MeasuredAcceptance, measured_acceptance
-from paradraft.export.blocks import METHOD, check_block, check_unscaled, with_output_head, write_block_gguf
+from paradraft.export.blocks import METHOD, METHODS, check_block, check_unscaled, with_output_head, write_block_gguf
 from paradraft.export.engines import tensorrt_fixed, vllm_fixed
 from paradraft.export.gguf import FILE, TYPES, check_can_write, check_dtype, write_gguf
 from paradraft.export.heads import ELSEWHERE, check_head, needs_output_head, write_for_vllm
@@ -29,7 +29,7 @@ from paradraft.formats.folder import whole_folder, write_model
 from paradraft.formats.head import Head, TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import CONFIG_KEYS, RANK, declare_masks, declared_mask_id
 from paradraft.formats.pard2 import reads_states
-from paradraft.formats.published_block import write_published
+from paradraft.formats.published_block import architecture_of, write_published
 from paradraft.models.names import POCKET
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
@@ -146,24 +146,25 @@ def _hand_off_block(task: HandoffTask, head: Head, target_folder: str, out: Path
     drafter, config = str(head.config["model_type"]), load_config(target_folder)
     if task.engine not in (VLLM, GGUF):
         raise ValueError(f"--to {task.engine}: block drafters are written for {VLLM} and {GGUF}: {INSTEAD}")
-    check_block(head, task.k)
+    check_block(head, task.k, for_llama_cpp=task.engine == GGUF)
     check_unscaled(target_folder)
+    method = METHODS[architecture_of(head)]
     head.target.check(TargetIdentity.of(config), task.draft)
     dtype = task.runtime.draft_dtype or "bfloat16"
     if task.engine == VLLM:
-        check_name(drafter, str(out))
+        check_name(drafter, str(out), method)
     else:
         check_dtype(dtype)
     head = with_output_head(head, target_folder)
     with whole_folder(out) as new:
         if task.engine == VLLM:
             write_published(new, head)
-            return _finished(task, new, out, target_folder, drafter, (OF_ONE_TARGET, NEEDS_GPU))
+            return _finished(task, new, out, target_folder, drafter, (OF_ONE_TARGET, NEEDS_GPU), method=method)
         write_block_gguf(
             new / FILE, head, load_tokenizer(target_folder), load_generation_config(target_folder), dtype=dtype
         )  # fmt: skip
         notes = (OF_ONE_TARGET, MEASURED_BEFORE.format(TYPES[dtype]))
-        return _finished(task, new, out, target_folder, drafter, notes, measured=head.name)
+        return _finished(task, new, out, target_folder, drafter, notes, measured=head.name, method=method)
 
 
 def _hand_off_model(task: HandoffTask, folder: str, target_folder: str, out: Path) -> Handoff:
@@ -219,12 +220,13 @@ def _finished(
     drafter: str,
     notes: tuple[str, ...],
     measured: str | None = None,
+    method: str | None = None,
 ) -> Handoff:
-    """Measures the exported folder, or the draft `measured` in its place, and writes its card."""
+    """Measures the exported folder, or the draft `measured` in its place, and writes its card; see `_launch` too."""
     engine, k = task.engine, task.k
     served = target_folder if task.target == POCKET else task.target
     done = Handoff(
-        engine=engine, drafter=drafter, k=k, notes=notes, launch=_launch(engine, drafter, served, str(out), k),
+        engine=engine, drafter=drafter, k=k, notes=notes, launch=_launch(engine, drafter, served, str(out), k, method),
         measured=_measured(measured or str(new / FILE if engine == GGUF else new), drafter, task),
     )  # fmt: skip
     (new / CARD).write_text(card(done, task.draft, task.target), encoding="utf-8")
@@ -264,11 +266,11 @@ def _notes(config: PretrainedConfig, rows: int, engine: str, *, has_masks: bool)
     return tuple(notes)
 
 
-def _launch(engine: str, drafter: str, target: str, draft: str, k: int) -> str:
-    """The command, or for `transformers` the code, that starts the engine."""
+def _launch(engine: str, drafter: str, target: str, draft: str, k: int, method: str | None) -> str:
+    """The command, or for `transformers` the code, that starts the engine; `method` is that of a block drafter."""
     model, folder = shlex.quote(target), shlex.quote(draft)
     if engine == VLLM:
-        config = json.dumps(vllm_fixed(k, drafter, draft))
+        config = json.dumps((vllm_fixed(k, drafter, draft) or {}) | ({"method": method} if method else {}))
         return f"vllm serve {model} --speculative-config {shlex.quote(config)}"
     if engine == TENSORRT:
         return f"trtllm-serve {model} --config {shlex.quote(f'{draft}/{TENSORRT_FILE}')}"
@@ -278,9 +280,9 @@ def _launch(engine: str, drafter: str, target: str, draft: str, k: int) -> str:
             f"--speculative-draft-model-path {folder} --speculative-num-steps {k} --speculative-eagle-topk 1 "
             f"--speculative-num-draft-tokens {k + 1}"
         )
-    if engine == GGUF and serving_of(drafter).vllm == METHOD:
+    if engine == GGUF and method:
         return (
-            f"llama-server -m TARGET.gguf -md {shlex.quote(f'{draft}/{FILE}')} --spec-type draft-dspark "
+            f"llama-server -m TARGET.gguf -md {shlex.quote(f'{draft}/{FILE}')} --spec-type draft-{method} "
             f"--spec-draft-n-max {k} --spec-draft-p-min 0"
         )
     if engine == GGUF:

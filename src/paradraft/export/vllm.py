@@ -15,13 +15,13 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from paradraft.drafters import drafter_names, drafter_settings, serving_of, split_settings, takes_draft
 from paradraft.engine.speculation import Speculation
-from paradraft.export.blocks import METHOD, check_k
+from paradraft.export.blocks import METHOD, METHODS, check_k
 from paradraft.export.engines import vllm_config, vllm_fixed
 from paradraft.export.heads import EAGLE, check_head, is_exported
 from paradraft.formats.block import BlockSettings
 from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import declared_mask_id, mask_token_id
-from paradraft.formats.published_block import DSPARK, read_block
+from paradraft.formats.published_block import read_block
 from paradraft.models.names import POCKET, is_shape
 from paradraft.sources.loading import load_config, load_tokenizer, locate
 from paradraft.sources.reduced_head import reduced_head
@@ -123,6 +123,8 @@ def speculative_config(
                 f"vLLM knows no settings of {name}: leave out what follows the name in {speculation.drafter!r}"
             )
         check_draft(name, draft, target, config["num_speculative_tokens"])
+        if serving.vllm == METHOD:
+            config["method"] = METHODS[load_config(draft).architectures[0]]
     return config
 
 
@@ -144,12 +146,16 @@ def check_draft(name: str, draft: str, target: str, k: int) -> None:
         _check_head(name, draft, target, k)
     else:
         _check_model(name, draft, target)
-    check_name(name, draft)
+    check_name(name, draft, METHODS[load_config(draft).architectures[0]] if serving_of(name).vllm == METHOD else None)
 
 
-def check_name(drafter: str, draft: str) -> None:
-    """Raises ValueError if vLLM would mistake a draft model for another kind by its folder name or Hugging Face id."""
-    method = serving_of(drafter).vllm
+def check_name(drafter: str, draft: str, method: str | None = None) -> None:
+    """Raises ValueError if vLLM would mistake a draft model for another kind by its folder name or Hugging Face id.
+
+    Args:
+        method: vLLM's, if the drafter has several.
+    """
+    method = method or serving_of(drafter).vllm
     if method != EAGLE and (taken := [word for word in TAKEN_NAMES if word in draft.lower() and word != method]):
         raise ValueError(
             f"{draft!r}: vLLM takes a model with {taken[0]!r} in its name for a head of that kind: give it another name"
@@ -174,8 +180,8 @@ def _check_block(draft: str, name: str, target: str, k: int) -> None:
         raise NeedsExportError(
             f"{draft!r} has not vLLM's format: run `paradraft export {draft} OUT --target {target} --to vllm -k {k}`"
         )
-    if load_config(draft).architectures != [DSPARK]:
-        raise ValueError(f"{draft!r} is no folder of DSpark's, but of another method of vLLM's: start vLLM itself")
+    if load_config(draft).architectures[0] not in METHODS:
+        raise ValueError(f"{draft!r} is no folder of DSpark's or DFlash 2's, but of another method: start vLLM itself")
     check_k(settings, k, draft)
 
 

@@ -1,8 +1,11 @@
-"""Folders of block drafters as engines and other trainers have them: DFlash (Chen et al. 2026), DSpark (2607.05147).
+"""Folders of block drafters as engines and other trainers have them: DFlash (Chen et al. 2026), DSpark (2607.05147),
+DFlash 2.
 
 Such a folder has a `config.json` of Qwen3 with one of these architectures, and names no weights of a target. A block of
 DFlash is [anchor, mask, …], of which the masks draft, and all see each other; `dflash_config.causal` changes the
-latter. In DSpark's the anchor drafts too, unless `sample_from_anchor` is false, and there is a Markov head.
+latter. In DSpark's the anchor drafts too, unless `sample_from_anchor` is false, and there is a Markov head. DFlash 2
+has DFlash's block and a selector, and convolutions in its layers: of two tokens of a block, a product for each group of
+channels. They are not computed here, so only folders are read where they leave all as it is, as in those written here.
 """
 
 from __future__ import annotations
@@ -25,15 +28,25 @@ from paradraft.formats.block import (
     BlockSettings,
 )
 from paradraft.formats.head import CONFIG, WEIGHTS, Head, TargetIdentity, file_of, is_head, read_head, reading
-from paradraft.formats.path_heads import MARKOV_EMBEDDING, MARKOV_OUTPUT, MARKOV_RANK
+from paradraft.formats.path_heads import (
+    MARKOV_EMBEDDING,
+    MARKOV_OUTPUT,
+    MARKOV_RANK,
+    SELECTED,
+    SELECTOR_EMBEDDING,
+    SELECTOR_OUTPUT,
+    SELECTOR_RANK,
+    SELECTOR_STATE,
+)  # fmt: skip
 from paradraft.formats.vocab_map import D2T
 
-DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
-OTHERS = {"DFlash2DraftModel": "DFlash 2"}
-"""Architectures whose blocks have a head that is not read yet."""
+DFLASH, DSPARK, DFLASH_2 = ARCHITECTURES = "DFlashDraftModel", "Qwen3DSparkModel", "DFlash2DraftModel"
 NAMES = {
     MARKOV_EMBEDDING: "markov_head.markov_w1.weight",
     MARKOV_OUTPUT: "markov_head.markov_w2.weight",
+    SELECTOR_EMBEDDING: "candidate_selector.predecessor_codebook",
+    SELECTOR_OUTPUT: "candidate_selector.successor_codebook",
+    SELECTOR_STATE: "candidate_selector.hidden_projection.weight",
     OWN_HEAD: "lm_head.weight",
 }
 """Names of weights in a published folder that differ, by those here."""
@@ -41,10 +54,19 @@ KNOWN = (
     r"d2t|t2d|(fc|hidden_norm|norm|embed_tokens|lm_head)\.weight|layers\.\d+\.(input_layernorm|post_attention_layernorm|"
     r"self_attn\.[qkvo]_proj|self_attn\.[qk]_norm|mlp\.(gate|up|down)_proj)\.weight"
 )
-MARKOV = r"|markov_head\.markov_w[12]\.weight|confidence_head\..*"
-"""Weights of a folder, and further ones of DSpark's: others would change what it computes."""
-UNUSED = "confidence_head."
-"""Prefix of weights that estimate whether tokens will be accepted."""
+FURTHER = {
+    DFLASH: "",
+    DSPARK: r"|markov_head\.markov_w[12]\.weight|confidence_head\..*",
+    DFLASH_2: r"|candidate_selector\.((predecessor|successor)_codebook|hidden_projection\.weight)|layers\.\d+\."
+    r"(attention|mlp)_conv\.(base_kernel|kernel_projection\.weight)",
+}
+"""Weights of a folder, and further ones of a kind: others would change what it computes."""
+UNUSED = r"confidence_head\..*|layers\.\d+\.(attention|mlp)_conv\..*"
+"""Weights that estimate whether tokens will be accepted, and convolutions that leave all as it is."""
+CONVOLUTION = {"conv_kernel_size": 2, "conv_group_size": 16}
+"""Sizes of DFlash 2's convolutions."""
+SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+"""Entries by which DFlash 2 changes embeddings or logits."""
 EMPTY_RANK = 8
 """Rank of the Markov head of zeros that a drafter without one is exported with: engines read none of rank 0."""
 
@@ -52,7 +74,7 @@ EMPTY_RANK = 8
 def is_published_block(config: PretrainedConfig) -> bool:
     """Whether a folder's config is of DFlash or a relative; such a folder looks like a small Qwen3."""
     architectures = config.architectures
-    return isinstance(architectures, list) and any(each in (DFLASH, DSPARK, *OTHERS) for each in architectures)
+    return isinstance(architectures, list) and any(each in ARCHITECTURES for each in architectures)
 
 
 def published_k(config: PretrainedConfig) -> int | None:
@@ -85,11 +107,28 @@ def read_block(name: str, kind: str, config: PretrainedConfig) -> Head:
         identity.check(TargetIdentity.of(config, reads_weights=False), name)
         ours = {theirs: own for own, theirs in NAMES.items()}
         stored = load_file(file_of(name, WEIGHTS))
-        known = KNOWN + (MARKOV if MARKOV_RANK in entries else "")
+        known = KNOWN + FURTHER[published["architectures"][0]]
         if unknown := [key for key in stored if not re.fullmatch(known, key)]:
             raise ValueError(f"draft {name!r} has the weight {unknown[0]}, which its kind has not: use another")
-        weights = {ours.get(key, key): weight for key, weight in stored.items() if not key.startswith(UNUSED)}
+        if published["architectures"] == [DFLASH_2] and not _change_nothing(stored, entries):
+            raise ValueError(
+                f"draft {name!r} has convolutions in its layers, which passes do not compute: use one of DFlash or "
+                "DSpark"
+            )
+        weights = {ours.get(key, key): weight for key, weight in stored.items() if not re.fullmatch(UNUSED, key)}
         return Head(config=entries, target=identity, weights=weights, name=name)
+
+
+def _change_nothing(stored: Mapping[str, Tensor], entries: Mapping[str, Any]) -> bool:
+    """Whether all convolutions are there, and are those of `_identities`."""
+    layers, width = entries["num_hidden_layers"], entries["hidden_size"]
+    if type(layers) is not int or type(width) is not int:
+        return True  # an error that is named later
+    expected = _identities(layers, width)
+    found = {key: weight for key, weight in stored.items() if "_conv." in key}
+    return found.keys() == expected.keys() and all(
+        weight.shape == expected[key].shape and bool((weight == expected[key]).all()) for key, weight in found.items()
+    )
 
 
 def _layout(published: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,13 +149,12 @@ def _entries(name: str, published: Any) -> dict[str, Any]:
     if not isinstance(published, dict):
         raise TypeError("its config.json is no config of a drafter")
     architectures, own = published.get("architectures"), published.get("dflash_config")
-    for other in OTHERS:
-        if architectures == [other]:
-            raise ValueError(f"draft {name!r} is of {OTHERS[other]}, whose head is not read: use one of DFlash")
     is_dspark = architectures == [DSPARK]
     own = published if is_dspark and own is None else own
-    if architectures != [DFLASH] and not is_dspark:
-        raise ValueError(f"draft {name!r} has the architectures {architectures!r}: use one of {DFLASH} or {DSPARK}")
+    if not isinstance(architectures, list) or len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
+        raise ValueError(
+            f"draft {name!r} has the architectures {architectures!r}: use one of {', '.join(ARCHITECTURES)}"
+        )
     if not isinstance(own, dict):
         raise ValueError(f"draft {name!r} has no dflash_config in its config.json: use another")
     if not is_dspark and (published.get("sample_from_anchor") or published.get(MARKOV_RANK)):
@@ -140,8 +178,16 @@ def _entries(name: str, published: Any) -> dict[str, Any]:
     scaling = published.get("rope_scaling")
     scaling = scaling if isinstance(scaling, dict) else {"rope_type": scaling or "default"}
     rope = published.get("rope_parameters") or scaling | {"rope_theta": published.get("rope_theta", 10000.0)}
-    markov = {MARKOV_RANK: published.get(MARKOV_RANK)} if is_dspark else {}
-    return {key: published.get(key) for key in SIZES} | markov | _layout(published) | {
+    ranks = {MARKOV_RANK: published.get(MARKOV_RANK)} if is_dspark else {}
+    if architectures == [DFLASH_2]:
+        ranks = {SELECTOR_RANK: own.get(SELECTOR_RANK)}
+        if (few := own.get("selector_top_k")) != SELECTED:
+            raise ValueError(
+                f"draft {name!r} decides between {few!r} tokens, and only {SELECTED} are computed: use another"
+            )
+        if changed := [key for key in SCALES if own.get(key, published.get(key)) not in (None, 0, 1)]:
+            raise ValueError(f"draft {name!r} scales its embeddings or logits ({changed[0]}): use another")
+    return {key: published.get(key) for key in SIZES} | ranks | _layout(published) | {
         "model_type": "dflash",
         "rope_parameters": rope,
         "num_hidden_layers": published.get("num_hidden_layers"),
@@ -153,35 +199,72 @@ def _entries(name: str, published: Any) -> dict[str, Any]:
 def published_weights(head: Head) -> dict[str, Tensor]:
     """The weights of a drafter of ours by their published names, without the ids of its head."""
     weights = {NAMES.get(name, name): weight for name, weight in head.weights.items() if "." in name}
+    vocabulary, ids = head.target.vocab_size, len(head.weights.get(D2T, range(head.target.vocab_size or 0)))
+    if SELECTOR_RANK in head.config:
+        if D2T in head.weights:
+            rows_UX = weights[NAMES[SELECTOR_OUTPUT]]
+            all_VX = rows_UX.new_zeros(vocabulary, rows_UX.shape[1])
+            all_VX[head.weights[D2T] + torch.arange(ids)] = rows_UX
+            weights[NAMES[SELECTOR_OUTPUT]] = all_VX
+        settings = BlockSettings.of(head)
+        return weights | _identities(settings.layers, settings.width)
     if MARKOV_RANK not in head.config:
-        ids = len(head.weights[D2T]) if D2T in head.weights else head.target.vocab_size
-        weights[NAMES[MARKOV_EMBEDDING]] = torch.zeros(head.target.vocab_size, EMPTY_RANK, dtype=torch.bfloat16)
+        weights[NAMES[MARKOV_EMBEDDING]] = torch.zeros(vocabulary, EMPTY_RANK, dtype=torch.bfloat16)
         weights[NAMES[MARKOV_OUTPUT]] = torch.zeros(ids, EMPTY_RANK, dtype=torch.bfloat16)
     return weights
 
 
+def _identities(layers: int, width: int) -> dict[str, Tensor]:
+    """Convolutions of all layers that leave all as it is."""
+    taps, group = CONVOLUTION.values()
+    weights: dict[str, Tensor] = {}
+    for layer in range(layers):
+        for part in ("attention_conv", "mlp_conv"):
+            base = torch.zeros(2, taps, width, dtype=torch.bfloat16)  # before the part, and after it
+            base[:, 0] = 1
+            products = torch.zeros(2 * taps * width // group, width, dtype=torch.bfloat16)
+            weights |= {
+                f"layers.{layer}.{part}.base_kernel": base,
+                f"layers.{layer}.{part}.kernel_projection.weight": products,
+            }
+    return weights
+
+
+def architecture_of(head: Head) -> str:
+    """The architecture of the folder that a drafter of ours is written as."""
+    return DFLASH_2 if SELECTOR_RANK in head.config else DSPARK
+
+
 def published_config(head: Head) -> dict[str, Any]:
-    """The config of a drafter of ours, trained for a target, as DSpark's folders have it."""
+    """The config of a drafter of ours, trained for a target, see `architecture_of`."""
     settings, target = BlockSettings.of(head), head.target
-    own = {"mask_token_id": settings.mask_token_id, "target_layer_ids": [each - 1 for each in settings.target_layers]}
+    own: dict[str, Any] = {
+        "mask_token_id": settings.mask_token_id,
+        "target_layer_ids": [each - 1 for each in settings.target_layers],
+    }
     ids = {"draft_vocab_size": len(head.weights[D2T])} if D2T in head.weights else {}
-    return {
-        "architectures": [DSPARK], "model_type": "qwen3", "dtype": "bfloat16",
+    common = {
+        "architectures": [architecture_of(head)], "model_type": "qwen3", "dtype": "bfloat16",
         **{key: settings.sizes[key] for key in (*COUNTS, "rms_norm_eps", "rope_parameters")},
         "rope_theta": settings.sizes["rope_parameters"]["rope_theta"],
         "num_hidden_layers": settings.layers, "layer_types": ["full_attention"] * settings.layers,
         "num_target_layers": target.num_hidden_layers, "vocab_size": target.vocab_size, **ids,
         "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
-        "block_size": settings.k + settings.first, "sample_from_anchor": settings.anchor_first,
-        "dspark_bonus_anchor": not settings.anchor_first, "is_causal": settings.causal,
+        "block_size": settings.k + settings.first, "is_causal": settings.causal,
+    }  # fmt: skip
+    if SELECTOR_RANK in head.config:
+        selector = {SELECTOR_RANK: head.config[SELECTOR_RANK], "selector_top_k": SELECTED} | CONVOLUTION
+        return common | {"dflash_config": own | {"causal": settings.causal} | selector}
+    return common | own | {
+        "sample_from_anchor": settings.anchor_first, "dspark_bonus_anchor": not settings.anchor_first,
         "markov_rank": head.config.get(MARKOV_RANK, EMPTY_RANK), "markov_head_type": "vanilla",
         "enable_confidence_head": False, "confidence_head_with_markov": False,
-        **own, "dflash_config": own | {"causal": settings.causal},
+        "dflash_config": own | {"causal": settings.causal},
     }  # fmt: skip
 
 
 def write_published(folder: Path, head: Head) -> None:
-    """Writes a drafter of ours as DSpark's folders are, into an existing folder; one with an output head other than the
+    """Writes a drafter of ours into an existing folder, see `published_config`; one with an output head other than the
     target's has it as `OWN_HEAD`."""
     ids = {D2T: head.weights[D2T]} if D2T in head.weights else {}
     weights = {name: weight.contiguous() for name, weight in published_weights(head).items()}

@@ -299,7 +299,7 @@ def test_damaged_folders_of_dspark_are_refused(
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "is of DFlash 2, whose head is not read"),
+        ({"architectures": ["DFlash2DraftModel"]}, "decides between None tokens, and only 16 are computed"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "has the architectures ['Qwen3ForCausalLM']"),
         ({"architectures": ["DFlashDraftModel", "other"]}, "has the architectures"),
         ({"architectures": "DFlashDraftModel"}, "has the architectures"),

@@ -39,6 +39,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "low rank": {"markov_rank": 4, "head_rank": 6},
     "as DFlash": {"causal": False, "anchor_first": False, "draft_vocab_size": 24},
     "as DSpark": {"causal": False, "markov_rank": 5},
+    "as DFlash 2": {"causal": False, "anchor_first": False, "selector_rank": 5},
+    "causal DFlash 2": {"anchor_first": False, "selector_rank": 5},
 }
 PROMPTS = ([5], [7, 9, 11, 13, 2], list(range(1, 14)), [8, 3] * 20)
 
@@ -77,17 +79,28 @@ def test_the_folder_for_vllm_drafts_the_same(family: Path, tmp_path: Path, kind:
     head, target = read_checkpoint(str(draft)), load_config(str(family / "target"))
     settings = KINDS[kind]
     is_first, ids = settings.get("anchor_first", True), settings.get("draft_vocab_size", target.vocab_size)
-    assert config["architectures"] == ["Qwen3DSparkModel"] and config["model_type"] == "qwen3"
+    has_selector = "selector_rank" in settings
+    assert config["architectures"] == ["DFlash2DraftModel" if has_selector else "Qwen3DSparkModel"]
+    assert config["model_type"] == "qwen3"
     assert config["is_causal"] is config["dflash_config"]["causal"] is settings.get("causal", True)
-    assert config["sample_from_anchor"] is is_first and config["block_size"] == (4 if is_first else 5)
-    assert config["target_layer_ids"] == config["dflash_config"]["target_layer_ids"] == [0], "of outputs, from 0 on"
-    assert config["mask_token_id"] == config["dflash_config"]["mask_token_id"] == head.config["mask_token_id"]
+    assert config["block_size"] == (4 if is_first else 5)
+    assert config["dflash_config"]["target_layer_ids"] == [0], "of outputs, from 0 on"
+    assert config["dflash_config"]["mask_token_id"] == head.config["mask_token_id"]
     assert config["vocab_size"] == target.vocab_size and config.get("draft_vocab_size", target.vocab_size) == ids
-    assert not config["enable_confidence_head"] and config["attention_bias"] is False
-    rank = config["markov_rank"]
-    assert rank == settings.get("markov_rank", 8)
-    assert weights["markov_head.markov_w1.weight"].shape == (target.vocab_size, rank)
-    assert weights["markov_head.markov_w2.weight"].shape == (ids, rank)
+    assert config["attention_bias"] is False
+    if has_selector:
+        own = {"selector_rank": 5, "selector_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16}
+        assert config["dflash_config"].items() >= own.items()
+        assert weights["candidate_selector.predecessor_codebook"].shape == (target.vocab_size, 5)
+        assert weights["layers.0.mlp_conv.base_kernel"].shape == (2, 2, target.hidden_size)
+        assert weights["layers.0.attention_conv.kernel_projection.weight"].shape == (4 * 2, target.hidden_size)
+    else:
+        assert config["sample_from_anchor"] is is_first and not config["enable_confidence_head"]
+        assert all(config[key] == config["dflash_config"][key] for key in ("target_layer_ids", "mask_token_id"))
+        rank = config["markov_rank"]
+        assert rank == settings.get("markov_rank", 8)
+        assert weights["markov_head.markov_w1.weight"].shape == (target.vocab_size, rank)
+        assert weights["markov_head.markov_w2.weight"].shape == (ids, rank)
     has_head = "draft_vocab_size" in settings or "head_rank" in settings
     assert ("lm_head.weight" in weights) is has_head and ("d2t" in weights) is (ids != target.vocab_size)
     assert "embed_tokens.weight" not in weights and not any(name.startswith("low_rank") for name in weights)
@@ -97,6 +110,28 @@ def test_the_folder_for_vllm_drafts_the_same(family: Path, tmp_path: Path, kind:
     weights["fc.weight"] = weights["fc.weight"].roll(1, 0)
     save_file(weights, out / "model.safetensors")
     assert drafts(family, out) != drafts(family, draft), "the drafts depend on what was written"
+
+
+def test_convolutions_are_refused(family: Path, tmp_path: Path) -> None:
+    """Guards folders of DFlash 2 with layers that are not computed here: they would draft, and badly."""
+    out = exported(family, trained(family, tmp_path / "head", "as DFlash 2"), tmp_path / "out", "vllm")
+    weights = load_file(out / "model.safetensors")
+    base, products = "layers.1.mlp_conv.base_kernel", "layers.0.attention_conv.kernel_projection.weight"
+    changed = weights[products].clone()
+    changed[3, 2] = 0.5
+    for other in (
+        {products: changed},
+        {base: weights[base].roll(1, 1).contiguous()},
+        {base: weights[base][0].clone()},
+        {base: torch.zeros(())},
+        {base: None},
+    ):
+        damaged = {name: weight for name, weight in (weights | other).items() if weight is not None}
+        save_file(damaged, out / "model.safetensors")
+        with pytest.raises(ValueError, match="convolutions in its layers"):
+            drafts(family, out)
+    save_file(weights, out / "model.safetensors")
+    assert drafts(family, out)
 
 
 def test_vllm_is_told_what_it_needs(family: Path, tmp_path: Path) -> None:
@@ -116,6 +151,9 @@ def test_vllm_is_told_what_it_needs(family: Path, tmp_path: Path) -> None:
     card = (out / "README.md").read_text()
     assert '"method": "dspark"' in card and "GPUs only" in card
     check_name("dflash", "build/my-dspark")
+    check_name("dflash", "build/my-dflash2", "dflash")
+    with pytest.raises(ValueError, match="'dspark' in its name"):
+        check_name("dflash", "build/my-dspark", "dflash")
     with pytest.raises(ValueError, match="'dflash' in its name"):
         check_name("dflash", "build/my-dflash")
 
