@@ -41,7 +41,8 @@ def options(description: str | None, *, drafter: str, prompts: int, tokens: int 
 def loaded(args: argparse.Namespace) -> tuple[Target, Drafter, list[str]]:
     """Target, drafter and prompts: as many of each task, evenly spread, and of the chats; for the pocket family its
     own prompts. Answers do not end before their limit."""
-    runtime = Runtime(device="cpu", capacity=1024 if args.data else None)
+    width = {"width": args.width} if "width" in args else {}
+    runtime = Runtime(device="cpu", capacity=1024 if args.data else None, **width)
     target = load_target(args.target, runtime)
     without_ends(target)
     drafter = load_drafter(args.drafter, target, draft=args.draft, runtime=runtime)

@@ -242,3 +242,35 @@ def test_what_a_head_could_win_is_as_measured() -> None:
             first, *_, last = found["recall"]["16"]
             assert f"{first:.2f}"[1:] + " of first\nplaces and " + f"{last:.2f}"[1:] + " of sixth ones" in page
             assert f"would give {sixteen} tokens per pass" in page
+
+
+HEADS = {"previous_token": "previous_token_rank", "markov": "markov_rank", "selector": "selector_rank"}
+
+
+def test_what_heads_win_and_cost_is_as_measured() -> None:
+    """Guards the table and the shares in `docs/drafters.md`."""
+    page = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
+    cells: dict[str, list[str]] = {"none": [], **{head: [] for head in HEADS}}
+    for temperature in ("0", "0.8"):
+        file = f"path-heads-smollm2-135m-dflash-t{temperature}_epyc-avx512-1core_2026-11-29"
+        for drafts in raw(file)["temperatures"][temperature].values():
+            plain = drafts["none"]["tokens_per_pass"]
+            cells["none"].append(f"{plain:.2f}")
+            for head in HEADS:
+                assert drafts[head]["gain"] == pytest.approx(drafts[head]["tokens_per_pass"] - plain)
+                gain, error = (100 * drafts[head][key] / plain for key in ("gain", "gain_standard_error"))
+                cells[head].append(f"{gain:+.1f} ± {error:.1f} %")
+    assert f"| no head | {' | '.join(cells['none'])} |" in page
+    for head, setting in HEADS.items():
+        assert f"| `{setting}: 64` | {' | '.join(cells[head])} |" in page
+    cost = raw("path-head-cost-smollm2-135m-dflash_epyc-avx512-1core_2026-11-30")["temperatures"]
+    selector, previous, markov = (
+        [f"{100 * cost[temperature][head]['share_of_round']:.1f} %" for temperature in ("0", "0.8")]
+        for head in ("selector", "previous_token", "markov")
+    )
+    words = " ".join(page.split())
+    assert (
+        f"the selector takes {selector[0]} of a round more than drawing without a head (T = 0.8: {selector[1]})"
+        in words
+    )
+    assert f"previous-token head {previous[0]} ({previous[1]}) and the Markov head {markov[0]} ({markov[1]})" in words
