@@ -107,16 +107,39 @@ class Round(NamedTuple):
     accepted: int
 
 
-def their_rounds(log: str) -> list[Round]:
+TIE = 0.001
+"""Probabilities of tokens that are apart by no more may come in another order with other roundings."""
+
+
+class LoggedRound(NamedTuple):
+    """Of each drafted token the likeliest candidates with their probabilities, if any; and the accepted tokens."""
+
+    candidates: list[dict[int, float]]
+    accepted: int
+
+    def is_of(self, mine: Round) -> bool:
+        """Whether the same was drafted, up to a place where two candidates are as likely, and accepted."""
+        for token, found in zip(mine.draft, self.candidates, strict=False):
+            best = max(found, key=lambda each: found[each])
+            if token != best:
+                return found.get(token, 0.0) >= found[best] - TIE and self.accepted == mine.accepted
+        return self.accepted == mine.accepted
+
+
+def their_rounds(log: str) -> list[LoggedRound]:
     """The rounds in a log, whose blocks begin at the first place that drafts; it has no drafts of selectors."""
-    found: list[list[int]] = []
+    found: list[list[dict[int, float]]] = []
     first = None
-    for place, token in re.findall(r"draft candidate +0, pos +(\d+): +(\d+) ", log):
-        first = int(place) if first is None else first
-        found += [[]] if int(place) == first else []
-        found[-1].append(int(token))
+    for rank, place, token, share in re.findall(r"draft candidate +(\d), pos +(\d+): +(\d+) \( *([\d.]+)\)", log):
+        if rank == "0":
+            first = int(place) if first is None else first
+            found += [[]] if int(place) == first else []
+            found[-1].append({})
+        found[-1][-1][int(token)] = float(share)
     accepted = [int(count) for count in re.findall(r"\| accepted (\d+)/\d+ draft tokens, new", log)]
-    return [Round(*each) for each in zip(found or [[]] * len(accepted), accepted, strict=True)]
+    found = found or [[]] * len(accepted)
+    assert len(found) - len(accepted) in (0, 1), "an answer may end before the last draft is verified"
+    return [LoggedRound(*each) for each in zip(found, accepted, strict=False)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -154,8 +177,8 @@ def test_llama_cpp_drafts_what_we_draft(family: Path, tmp_path: Path, kind: str)
             assert reply["tokens"] == answers[number], "drafts do not change a text"
             for mine, theirs in zip(expected[number][:-1], their_rounds(log.read_text(errors="replace")), strict=False):
                 compared += 1
-                is_round = mine.accepted == theirs.accepted and theirs.draft in (mine.draft, [])
-                assert theirs.draft or spec == "draft-dflash"
+                is_round = theirs.is_of(mine)
+                assert theirs.candidates or spec == "draft-dflash"
                 same += is_round
                 if not is_round and name != "head":
                     break  # the rounds are not the same from here on
