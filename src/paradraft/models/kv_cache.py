@@ -159,7 +159,7 @@ class SlotCache(Cache):
         """`[B, N]` whether all keys and values of each new token are finite."""
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, cache_kwargs: object = None
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Writes `[B, H, N, D]` keys and values, returns `[B, H, S, D]` views of all in use.
 

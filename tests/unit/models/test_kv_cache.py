@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from paradraft.models import kv_cache
 from paradraft.models.kv_cache import SlotCache, Storage, allocate, compact, move_rows, rows_of
+from paradraft.train.drafters.dflash import ContextCache
 from paradraft.tree import ABSENT
 
 B, H, C, D = 2, 2, 12, 3
@@ -145,3 +146,16 @@ def test_a_cache_may_take_all_that_is_free(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(kv_cache, "free_bytes", lambda device, free=free: float(free))
         with nullcontext() if fits else pytest.raises(ValueError, match="GiB are free"):
             allocate(config, batch_size=B, capacity=C, dtype=torch.float64, devices=[CPU] * config.num_hidden_layers)
+
+
+def test_what_newer_passes_hand_on_is_taken() -> None:
+    """Guards all passes but those in C++ where pip installs `transformers` 5.24: its layers give caches their own
+    arguments too, and versions before gave them a dict or nothing."""
+    new = torch.randn(2, B, H, C, D, dtype=torch.float64)
+    slots = torch.arange(C).expand(B, C)
+    context = [(new[0], new[1])]
+    for further, named in (((), {}), (({},), {}), ((), {"kwargs": {"use_cache": True}})):
+        keys, _ = SlotCache(storage(), slots, used=C).update(new[0], new[1], 0, *further, **named)
+        assert torch.equal(keys, new[0])
+        keys, values = ContextCache(context).update(new[1], new[0], 0, *further, **named)
+        assert torch.equal(keys, torch.cat([new[0], new[1]], dim=2)) and torch.equal(values[:, :, C:], new[0])

@@ -117,7 +117,7 @@ class ContextCache(Cache):
         self._context = context
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, cache_kwargs: object = None
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Returns them with those of the rows behind."""
         keys, values = self._context[layer_idx]
