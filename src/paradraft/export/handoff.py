@@ -131,7 +131,7 @@ def _hand_off_head(task: HandoffTask, folder: str, target_folder: str, out: Path
     if task.engine != VLLM:
         raise ValueError(f"{task.draft!r} reads the states of its target, and {ELSEWHERE[task.engine]}: {INSTEAD}")
     check_head(head, task.k)
-    check_name(drafter, str(out))
+    check_name(serving_of(drafter).vllm, str(out))
     head.target.check(TargetIdentity.of(load_config(target_folder)), task.draft)
     output_head = None
     if needs_output_head(head):
@@ -152,7 +152,7 @@ def _hand_off_block(task: HandoffTask, head: Head, target_folder: str, out: Path
     head.target.check(TargetIdentity.of(config), task.draft)
     dtype = task.runtime.draft_dtype or "bfloat16"
     if task.engine == VLLM:
-        check_name(drafter, str(out), method)
+        check_name(method, str(out))
     else:
         check_dtype(dtype)
     head = with_output_head(head, target_folder)
@@ -187,7 +187,7 @@ def _hand_off_model(task: HandoffTask, folder: str, target_folder: str, out: Pat
     is_parallel = mask is not None and engine in (*PARALLEL, GGUF)
     drafter = "pard" if is_parallel else "autoregressive"
     if engine == VLLM:
-        check_name(drafter, str(out))
+        check_name(serving_of(drafter).vllm, str(out))
     notes = _notes(config, rows, engine, has_masks=mask is not None)
     if engine == GGUF and dtype != (stored := _as_stored(config).dtype):
         notes += (f"Its weights are rounded to {TYPES[dtype]}, from {TYPES[stored]}.",)

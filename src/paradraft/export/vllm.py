@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from paradraft.drafters import drafter_names, drafter_settings, serving_of, split_settings, takes_draft
 from paradraft.engine.speculation import Speculation
-from paradraft.export.blocks import METHOD, METHODS, check_k
+from paradraft.export.blocks import METHOD, METHODS, check_block, check_k, check_unscaled
 from paradraft.export.engines import vllm_config, vllm_fixed
 from paradraft.export.heads import EAGLE, check_head, is_exported
 from paradraft.formats.block import BlockSettings
@@ -123,8 +123,7 @@ def speculative_config(
                 f"vLLM knows no settings of {name}: leave out what follows the name in {speculation.drafter!r}"
             )
         check_draft(name, draft, target, config["num_speculative_tokens"])
-        if serving.vllm == METHOD:
-            config["method"] = METHODS[load_config(draft).architectures[0]]
+        config["method"] = _method_of(name, draft)
     return config
 
 
@@ -146,16 +145,18 @@ def check_draft(name: str, draft: str, target: str, k: int) -> None:
         _check_head(name, draft, target, k)
     else:
         _check_model(name, draft, target)
-    check_name(name, draft, METHODS[load_config(draft).architectures[0]] if serving_of(name).vllm == METHOD else None)
+    check_name(_method_of(name, draft), draft)
 
 
-def check_name(drafter: str, draft: str, method: str | None = None) -> None:
-    """Raises ValueError if vLLM would mistake a draft model for another kind by its folder name or Hugging Face id.
+def _method_of(name: str, draft: str) -> str | None:
+    """vLLM's method for a drafter that `check_draft` accepts: that of its folder, if it is a block drafter."""
+    method = serving_of(name).vllm
+    return METHODS[load_config(draft).architectures[0]] if method == METHOD else method
 
-    Args:
-        method: vLLM's, if the drafter has several.
-    """
-    method = method or serving_of(drafter).vllm
+
+def check_name(method: str | None, draft: str) -> None:
+    """Raises ValueError if vLLM would mistake a draft model of a method for another kind by its folder name or Hugging
+    Face id."""
     if method != EAGLE and (taken := [word for word in TAKEN_NAMES if word in draft.lower() and word != method]):
         raise ValueError(
             f"{draft!r}: vLLM takes a model with {taken[0]!r} in its name for a head of that kind: give it another name"
@@ -175,14 +176,16 @@ def _check_head(name: str, draft: str, target: str, k: int) -> None:
 
 
 def _check_block(draft: str, name: str, target: str, k: int) -> None:
-    settings = BlockSettings.of(read_block(draft, name, load_config(target)))
+    head = read_block(draft, name, load_config(target))
     if is_head(draft):
+        check_block(head, k)
+        check_unscaled(target)
         raise NeedsExportError(
             f"{draft!r} has not vLLM's format: run `paradraft export {draft} OUT --target {target} --to vllm -k {k}`"
         )
     if load_config(draft).architectures[0] not in METHODS:
         raise ValueError(f"{draft!r} is no folder of DSpark's or DFlash 2's, but of another method: start vLLM itself")
-    check_k(settings, k, draft)
+    check_k(BlockSettings.of(head), k, draft)
 
 
 def _check_model(name: str, draft: str, target: str) -> None:

@@ -150,12 +150,22 @@ def test_vllm_is_told_what_it_needs(family: Path, tmp_path: Path) -> None:
         config(out, k=5)
     card = (out / "README.md").read_text()
     assert '"method": "dspark"' in card and "GPUs only" in card
-    check_name("dflash", "build/my-dspark")
-    check_name("dflash", "build/my-dflash2", "dflash")
+    selecting = trained(family, tmp_path / "selecting", "as DFlash 2")
+    assert config(exported(family, selecting, tmp_path / "second", "vllm"))["method"] == "dflash"  # type: ignore[index]
+    check_name("dspark", "build/my-dspark")
+    check_name("dflash", "build/my-dflash2")
     with pytest.raises(ValueError, match="'dspark' in its name"):
-        check_name("dflash", "build/my-dspark", "dflash")
+        check_name("dflash", "build/my-dspark")
     with pytest.raises(ValueError, match="'dflash' in its name"):
-        check_name("dflash", "build/my-dflash")
+        check_name("dspark", "build/my-dflash")
+
+
+@pytest.mark.parametrize("settings", [{"selector_rank": 4}, {"previous_token_rank": 4}])
+def test_no_card_advises_an_export_that_is_refused(family: Path, tmp_path: Path, settings: dict[str, int]) -> None:
+    """Guards the commands after a training: one with a head that engines do not read has said to export it."""
+    card = (trained(family, tmp_path / "head", "plain", **settings) / "README.md").read_text()
+    assert "# vLLM cannot serve it: 'DRAFTER' has a " in card and "paradraft export" not in card
+    assert "paradraft export" in (trained(family, tmp_path / "plain", "plain") / "README.md").read_text()
 
 
 def test_a_file_has_all_weights_and_settings(family: Path, tmp_path: Path) -> None:
