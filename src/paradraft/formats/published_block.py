@@ -10,6 +10,7 @@ channels. They are not computed here, so only folders are read where they leave 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -120,15 +121,26 @@ def read_block(name: str, kind: str, config: PretrainedConfig) -> Head:
 
 
 def _change_nothing(stored: Mapping[str, Tensor], entries: Mapping[str, Any]) -> bool:
-    """Whether all convolutions are there, and are those of `_identities`."""
-    layers, width = entries["num_hidden_layers"], entries["hidden_size"]
-    if type(layers) is not int or type(width) is not int:
-        return True  # an error that is named later
-    expected = _identities(layers, width)
+    """Whether all convolutions are there, and leave all as it is."""
     found = {key: weight for key, weight in stored.items() if "_conv." in key}
-    return found.keys() == expected.keys() and all(
-        weight.shape == expected[key].shape and bool((weight == expected[key]).all()) for key, weight in found.items()
+    return len(found) == 4 * entries["num_hidden_layers"] and all(
+        weight.shape == _shape(key, entries["hidden_size"]) and torch.equal(weight, _identity(key, weight))
+        for key, weight in found.items()
     )
+
+
+def _shape(convolution: str, width: int) -> tuple[int, ...]:
+    """The shape of a weight of this name."""
+    taps, group = CONVOLUTION.values()
+    return (2, taps, width) if convolution.endswith("base_kernel") else (2 * taps * width // group, width)
+
+
+def _identity(convolution: str, like: Tensor) -> Tensor:
+    """The weight of this name, in the shape of another, that leaves all as it is: 1 for a token itself."""
+    weight = torch.zeros_like(like)
+    if convolution.endswith("base_kernel"):
+        weight[:, 0] = 1
+    return weight
 
 
 def _layout(published: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,19 +227,10 @@ def published_weights(head: Head) -> dict[str, Tensor]:
 
 
 def _identities(layers: int, width: int) -> dict[str, Tensor]:
-    """Convolutions of all layers that leave all as it is."""
-    taps, group = CONVOLUTION.values()
-    weights: dict[str, Tensor] = {}
-    for layer in range(layers):
-        for part in ("attention_conv", "mlp_conv"):
-            base = torch.zeros(2, taps, width, dtype=torch.bfloat16)  # before the part, and after it
-            base[:, 0] = 1
-            products = torch.zeros(2 * taps * width // group, width, dtype=torch.bfloat16)
-            weights |= {
-                f"layers.{layer}.{part}.base_kernel": base,
-                f"layers.{layer}.{part}.kernel_projection.weight": products,
-            }
-    return weights
+    """Convolutions of all layers that leave all as it is, before attention or MLP and after it."""
+    parts = ("attention_conv", "mlp_conv"), ("base_kernel", "kernel_projection.weight")
+    names = [f"layers.{layer}.{part}.{weight}" for layer, part, weight in itertools.product(range(layers), *parts)]
+    return {name: _identity(name, torch.empty(_shape(name, width), dtype=torch.bfloat16)) for name in names}
 
 
 def architecture_of(head: Head) -> str:

@@ -132,6 +132,11 @@ def test_convolutions_are_refused(family: Path, tmp_path: Path) -> None:
             drafts(family, out)
     save_file(weights, out / "model.safetensors")
     assert drafts(family, out)
+    config = json.loads((out / "config.json").read_text())
+    for entries in ({"num_hidden_layers": 10**12}, {"num_hidden_layers": None}, {"hidden_size": 10**12}):
+        (out / "config.json").write_text(json.dumps(config | entries))
+        with pytest.raises(ValueError, match="train it again|use another|convolutions|is for another"):
+            drafts(family, out)
 
 
 def test_vllm_is_told_what_it_needs(family: Path, tmp_path: Path) -> None:

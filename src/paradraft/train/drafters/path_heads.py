@@ -2,8 +2,8 @@
 
 Those tokens are the text's, as if they had been drafted.
 
-Shape letters: S groups of samples, N tokens of the longest, R rows, m some of them, D width, E what is read of a row,
-X rank of a head, V target ids, U drafted ids, C likeliest tokens.
+Shape letters: S groups of samples, N tokens of the longest, R rows, m some of them, D width, E inputs of a row's
+logits, X rank of a head, V target ids, U drafted ids, C likeliest tokens.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ class TrainedPathHead(ABC):
 
     @abstractmethod
     def read(self, hidden_SRD: Tensor, batch: TrainingBatch, embeddings_SND: Tensor) -> Tensor:
-        """`[S, R, E]` what the logits of the rows are computed of, their states first.
+        """`[S, R, E]` the inputs of `logits`: the rows' states, and behind them what the head adds.
 
         Args:
             embeddings_SND: of the texts.
         """
 
     def logits(self, read_mE: Tensor, head: Head) -> Tensor:
-        """`[m, U]` logits of what was read of rows."""
+        """`[m, U]` logits of rows from what `read` returned."""
         return head(read_mE)
 
 
@@ -167,7 +167,7 @@ class PathObjective(HeadObjective):
             self.select = self._path_head.select
 
     def read(self, hidden_SRD: Tensor, batch: TrainingBatch) -> Tensor:
-        """`[S, R, E]` what the logits of the rows are computed of."""
+        """`[S, R, E]` the inputs of `head`: the rows' states, with those of a path head."""
         if self._path_head is None:
             return hidden_SRD
         embeddings_SND = self.target.model.get_input_embeddings()(batch.texts.tokens)
@@ -185,10 +185,10 @@ class PathObjective(HeadObjective):
 def new_path_head(recipe: PathHeadRecipe, target: Teacher) -> TrainedPathHead | None:
     """The untrained head of a recipe, which changes nothing yet; None for none."""
     width = target.model.config.hidden_size
-    embeddings_VD = as_numbers(target.model.get_input_embeddings().weight).detach()
     for name, rank in recipe.path_ranks.items():
         if name == PREVIOUS_TOKEN_RANK:
             return PreviousToken(new_head(target.model, rank, seed=recipe.seed))
+        embeddings_VD = as_numbers(target.model.get_input_embeddings().weight).detach()
         if name == MARKOV_RANK:
             return Markov(MarkovHead(embeddings_VD, target.ids, rank, seed=recipe.seed), width)
         states = max(sizes_of(target.model)[1], 1e-6)

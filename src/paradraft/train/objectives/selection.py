@@ -1,6 +1,6 @@
 """The loss of scores that decide between the likeliest tokens of a row (DFlash 2).
 
-Shape letters: m rows, V tokens with a logit, C likeliest ones, E what is read of a row.
+Shape letters: m rows, V tokens with a logit, C likeliest ones, E inputs of a row's logits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paradraft.formats.path_heads import SELECTED
 from paradraft.train.objectives.losses import Divergence, cross_entropy, divergence
 
 Selecting = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The scores `[m, C]` of tokens, from what is read `[m, E]` of rows, the tokens' logits and their ids `[m, C]`."""
+"""The scores `[m, C]` of tokens, from the inputs `[m, E]` of rows' logits, the tokens' logits and ids `[m, C]`."""
 
 
 def selection_loss(
