@@ -31,8 +31,8 @@ from paradraft.sampling.sampler import Sampler
 from paradraft.tree import Tree
 
 
-class Timed(PathHead):
-    """A head that notes how long it takes, and how long drawing without it."""
+class Timed:
+    """In place of a head: notes how long it takes, and how long drawing without it."""
 
     def __init__(self, head: PathHead) -> None:
         self.head = head
@@ -42,7 +42,7 @@ class Timed(PathHead):
     def draft(
         self, sampler: Sampler, tree: Tree | None, logits_BKV: Tensor, states_BKD: Tensor, anchors: Sequence[int]
     ) -> Draft:
-        """See `PathHead`."""
+        """See `PathHead.draft`."""
         plain = logits_BKV.clone()
         start = time.perf_counter()
         draft_of_pass(sampler, tree, plain)

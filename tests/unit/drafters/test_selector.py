@@ -14,6 +14,7 @@ from paradraft.engine.loader import load
 from paradraft.formats.head import Head, TargetIdentity, write_head
 from paradraft.formats.path_heads import SELECTED, SELECTOR_EMBEDDING, SELECTOR_OUTPUT, SELECTOR_RANK, SELECTOR_STATE
 from paradraft.formats.vocab_map import D2T, T2D
+from paradraft.models.forward.cpu.drawing import PassOutputs
 from paradraft.models.forward.cpu.selector import NativeSelector
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
@@ -180,15 +181,15 @@ def test_logits_that_are_no_numbers_draw_no_token(threads: int, vocabulary: int)
     before, chosen = (torch.randn(vocabulary, RANK, generator=generator) for _ in range(2))
     logits, states = torch.randn(7, 3, vocabulary, generator=generator), torch.randn(7, 3, RANK, generator=generator)
     native = NativeSelector(before, chosen, SELECTED)
-    whole = native.chains([0] * 7, logits, states, [0.0] * 7, None, threads)
+    whole = native.chains(PassOutputs([0] * 7, logits, states, [0.0] * 7, None, threads))
     broken = logits.clone()
     broken[2, 1, 3] = torch.nan
     broken[5, 0, 1] = torch.inf
-    found = native.chains([0] * 7, broken, states, [0.0] * 7, None, threads)
+    found = native.chains(PassOutputs([0] * 7, broken, states, [0.0] * 7, None, threads))
     assert found[2].tolist()[:2] == [int(whole[2, 0]), INVALID] and int(found[5, 0]) == INVALID
     others = [0, 1, 3, 4, 6]
     assert torch.equal(found[others], whole[others]) and bool((whole >= 0).all())
-    tokens, parents = native.trees([0] * 7, broken, states, [0.0] * 7, None, threads, number=4, budget=9)
+    tokens, parents = native.trees(PassOutputs([0] * 7, broken, states, [0.0] * 7, None, threads), number=4, budget=9)
     rows = [paths_of(*row) for row in zip(tokens.tolist(), parents.tolist(), strict=True)]
     assert rows[5] == [(INVALID,)] and all(path[-1] == INVALID for path in rows[2] if len(path) == 2)
     assert all(min(path) >= 0 for row in others for path in rows[row])

@@ -11,6 +11,7 @@ from torch.nn.functional import silu
 
 from paradraft.core import Drafting, Request
 from paradraft.models.forward.cpu.correction import NativeCorrection
+from paradraft.models.forward.cpu.drawing import PassOutputs
 from paradraft.sampling.distribution import best_token
 from paradraft.sampling.expansion import expanded
 from paradraft.sampling.sampler import Sampler
@@ -61,15 +62,14 @@ class Case:
     def native(self, temperatures: list[float], threads: int = 1) -> Tensor:
         chains = NativeCorrection(self.embedding, self.token, self.memory, self.correction)
         noise = self.noise if any(temperatures) else None
-        return chains.chains(self.logits, self.reads, temperatures, noise, threads)
+        return chains.chains(PassOutputs((), self.logits, self.reads, temperatures, noise, threads))
 
     def trees(self, temperatures: list[float], budget: int, threads: int = 1) -> list[Paths]:
         """What C++ draws."""
         native = NativeCorrection(self.embedding, self.token, self.memory, self.correction)
         noise = self.noise if any(temperatures) else None
-        tokens, parents = native.trees(
-            self.logits, self.reads, temperatures, noise, threads, number=budget, budget=budget
-        )
+        outputs = PassOutputs((), self.logits, self.reads, temperatures, noise, threads)
+        tokens, parents = native.trees(outputs, number=budget, budget=budget)
         return [paths_of(*row) for row in zip(tokens.tolist(), parents.tolist(), strict=True)]
 
     def likeliest(self, temperatures: list[float], budget: int) -> tuple[list[Paths], float]:
@@ -216,7 +216,7 @@ def test_trees_are_those_that_python_grows(samplings: list[float]) -> None:
     plain = sampler.plain_draws(5, 400)
     assert plain is not None and (plain[1] is None) == (not any(samplings))
     native = NativeCorrection(case.embedding, case.token, case.memory, case.correction)
-    tokens, parents = native.trees(case.logits, case.reads, *plain, 1, number=9, budget=9)
+    tokens, parents = native.trees(PassOutputs((), case.logits, case.reads, *plain, 1), number=9, budget=9)
     memories: list[Tensor] = []
     assert case.reads is not None and case.token is not None and case.memory is not None
     reads, token, memory = case.reads, case.token, case.memory

@@ -70,6 +70,7 @@ class MarkovCorrection(Correction):
     def _remember(self, tokens_BW: Tensor, read_B1X: Tensor | None, before_BWX: Tensor | None) -> Tensor:
         return nn.functional.embedding(tokens_BW.clamp(min=0), self._embedding)
 
-    def _begin(self, anchors: Sequence[int], logits_BKV: Tensor) -> None:
+    def _after_anchors(self, anchors: Sequence[int], logits_BKV: Tensor) -> Tensor:
         memories_BX = nn.functional.embedding(upload(list(anchors), logits_BKV.device), self._embedding)
         logits_BKV[:, 0] += self._correction(memories_BX)
+        return logits_BKV

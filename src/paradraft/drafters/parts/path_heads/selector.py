@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from paradraft.core import Draft
 from paradraft.drafters.parts.draft_head import drafted_ids
 from paradraft.drafters.parts.path_heads.correction import without_forbidden
 from paradraft.drafters.parts.path_heads.head import PathHead
@@ -32,9 +31,7 @@ from paradraft.formats.path_heads import SELECTED, SELECTOR_EMBEDDING, SELECTOR_
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.selector import NativeSelector
 from paradraft.ragged import upload
-from paradraft.sampling.expansion import EXPANDED, expanded
-from paradraft.sampling.sampler import Sampler
-from paradraft.tree import Tree
+from paradraft.sampling.expansion import Expand
 
 
 class SelectorHead(nn.Module):
@@ -83,29 +80,21 @@ class Selector(PathHead):
                 (SELECTOR_STATE, (rank, width)),
             )
         )
-        self._lm, self._state = target, target.linear(state_XD)
+        self._state = target.linear(state_XD)
         self._output_VX = without_forbidden(ids.logits(output_UX.T.clone())).contiguous()
-        self._native = None
-        if target.is_native:
-            self._native = NativeSelector(self._embedding_VX, self._output_VX, SELECTED)
+        native = NativeSelector(self._embedding_VX, self._output_VX, SELECTED) if target.is_native else None
+        super().__init__(target, native)
 
-    @torch.no_grad()
-    def draft(
-        self, sampler: Sampler, tree: Tree | None, logits_BKV: Tensor, states_BKD: Tensor, anchors: Sequence[int]
-    ) -> Draft:
-        """See `PathHead`."""
-        k, read_BKX = logits_BKV.shape[1], self._state(states_BKD)
-        plain = None if self._native is None else sampler.plain_draws(k, logits_BKV.shape[2])
-        if self._native is not None and plain is not None:
-            arguments = anchors, logits_BKV, read_BKX, *plain, self._lm.threads
-            if tree is None:
-                return Draft.chain(self._native.chains(*arguments))
-            if tree.budget is not None:
-                count = min(tree.budget, EXPANDED)
-                tokens_BN, parents_BN = self._native.trees(*arguments, number=count, budget=tree.budget)
-                return Draft(tokens=tokens_BN, parents=parents_BN)
+    def _reads(self, states_BKD: Tensor) -> Tensor:
+        read_BKX: Tensor = self._state(states_BKD)
+        return read_BKX
+
+    def _first_and_later(
+        self, anchors: Sequence[int], logits_BKV: Tensor, reads: Tensor | None
+    ) -> tuple[Tensor, Expand]:
+        assert reads is not None
         logits_BKC, ids_BKC = logits_BKV.topk(min(SELECTED, logits_BKV.shape[2]), dim=-1)
-        gated_BKCX = read_BKX[:, :, None] * embedding(ids_BKC, self._output_VX)
+        gated_BKCX = reads[:, :, None] * embedding(ids_BKC, self._output_VX)
         rows_BKXC = gated_BKCX.transpose(2, 3).to(logits_BKV.dtype)
 
         def expand(depth: int, new_BW: Tensor, slot_BW: Tensor) -> Tensor:
@@ -115,4 +104,4 @@ class Selector(PathHead):
             return all_BWV.scatter_(2, ids_BKC[:, depth, None].expand_as(scores_BWC), scores_BWC)
 
         anchors_B1 = upload([[anchor] for anchor in anchors], logits_BKV.device)
-        return expanded(sampler, tree, expand(0, anchors_B1, anchors_B1), expand, k=k)
+        return expand(0, anchors_B1, anchors_B1), expand

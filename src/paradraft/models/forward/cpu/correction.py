@@ -1,19 +1,17 @@
 """Drafts drawn token by token in C++ (`correction.cpp`), with logits corrected by the tokens drawn before.
 
-Shape letters: B rows of a batch, K positions of a draft, N nodes of a tree, V vocabulary, D hidden size, X rank of the
-correction.
+Shape letters: B rows of a batch, K positions of a draft, V vocabulary, D hidden size, X rank of the correction.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from paradraft.models.forward.cpu.build import library
-from paradraft.models.forward.cpu.drawing import Places, places_of
+from paradraft.models.forward.cpu.drawing import Arguments, NativePathHead, PassOutputs, places_of
 from paradraft.models.forward.cpu.matrix import Matrix, PackedMatrix
 
 
@@ -24,8 +22,11 @@ class _Correction(ctypes.Structure):
     )
 
 
-class NativeCorrection:
+class NativeCorrection(NativePathHead):
     """Draws drafts with a previous-token head, or with a Markov head, which has no `token` and no `memory`.
+
+    It reads `[B, K - 1, X]` of the states, which is added to the memory at each position but the first; a Markov head
+    nothing. Neither reads anchors.
 
     Args:
         embedding: `[rows, D]` in float32 or bfloat16; `[rows, X]` of a Markov head.
@@ -33,6 +34,8 @@ class NativeCorrection:
         memory: R, `[X, X]`.
         correction: W C, `[V, X]`.
     """
+
+    CHAINS, TREES = "draw_chains", "grow_corrected"
 
     def __init__(self, embedding: Tensor, token: Tensor | None, memory: Tensor | None, correction: Tensor) -> None:
         self._embedding = embedding.detach().contiguous()
@@ -46,60 +49,9 @@ class NativeCorrection:
         )
         library()
 
-    def chains(
-        self,
-        logits_BKV: Tensor,
-        reads_BKX: Tensor | None,
-        temperatures: Sequence[float],
-        noise_BKV: Tensor | None,
-        threads: int,
-    ) -> Tensor:
-        """The tokens `[B, K]`, drawn as by the match rule; `INVALID` where logits are NaN or the largest is infinite.
-
-        Args:
-            logits_BKV: float32, before any correction.
-            reads_BKX: `[B, K - 1, X]` float32; added to the memory at each position but the first. None of a Markov
-                head.
-            temperatures: of the rows; 0 is greedy.
-            noise_BKV: float64; None if all rows are greedy.
-            threads: most threads.
-        """
-        tokens_BK = torch.empty(logits_BKV.shape[:2], dtype=torch.long, device="cpu")
-        places, kept = self._places(logits_BKV, reads_BKX, temperatures, noise_BKV)
-        library().draw_chains(ctypes.byref(self._correction), ctypes.byref(places), tokens_BK.data_ptr(), threads)
-        del kept
-        return tokens_BK
-
-    def trees(
-        self,
-        logits_BKV: Tensor,
-        reads_BKX: Tensor | None,
-        temperatures: Sequence[float],
-        noise_BKV: Tensor | None,
-        threads: int,
-        *,
-        number: int,
-        budget: int,
-    ) -> tuple[Tensor, Tensor]:
-        """The tokens and the parents `[B, N]` of each row's likeliest nodes, best first, `ABSENT` after the last one.
-
-        The likelihood of a token is the softmax of its scores, which are the logits divided by the temperature, plus
-        noise. `number` is that of candidates after a node, `budget` is N; see `chains` for the others.
-        """
-        nodes = torch.empty(2, len(logits_BKV), budget, dtype=torch.long, device="cpu")
-        places, kept = self._places(logits_BKV, reads_BKX, temperatures, noise_BKV)
-        library().grow_corrected(
-            ctypes.byref(self._correction), ctypes.byref(places), min(number, logits_BKV.shape[2]), budget,
-            nodes[0].data_ptr(), nodes[1].data_ptr(), threads,
-        )  # fmt: skip
-        del kept
-        return nodes[0], nodes[1]
-
-    def _places(
-        self, logits_BKV: Tensor, reads_BKX: Tensor | None, temperatures: Sequence[float], noise_BKV: Tensor | None
-    ) -> tuple[Places, list[object]]:
-        (B, K, V), correction = logits_BKV.shape, self._correction.correction
-        assert correction.outputs == V and (reads_BKX is None) == (self._matrices[0] is None)
-        assert reads_BKX is None or reads_BKX.shape == (B, K - 1, correction.inputs)
-        assert noise_BKV is None or noise_BKV.shape[2] == V
-        return places_of(logits_BKV, reads_BKX, temperatures, noise_BKV)
+    def _arguments(self, outputs: PassOutputs) -> Arguments:
+        (B, K, V), reads, correction = outputs.logits.shape, outputs.reads, self._correction.correction
+        assert correction.outputs == V and (reads is None) == (self._matrices[0] is None)
+        assert reads is None or reads.shape == (B, K - 1, correction.inputs)
+        places, kept = places_of(outputs, outputs.logits)
+        return [ctypes.byref(self._correction), ctypes.byref(places)], [places, *kept]

@@ -1,14 +1,19 @@
-"""What heads in C++ that draw drafts token by token share: the outputs of a pass (`native/drawing.h`).
+"""What heads in C++ that draw drafts token by token share: the outputs of a pass (`native/drawing.h`), and the calls.
 
-Shape letters: B rows of a batch, K positions of a draft, V vocabulary, X any size.
+Shape letters: B rows of a batch, K positions of a draft, N nodes of a tree, V vocabulary, X rank of a head.
 """
 
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from torch import Tensor, float32, float64
+import torch
+from torch import Tensor
+
+from paradraft.models.forward.cpu.build import library
 
 
 class Places(ctypes.Structure):
@@ -20,24 +25,80 @@ class Places(ctypes.Structure):
     )
 
 
-def places_of(
-    logits_BKX: Tensor, reads: Tensor | None, temperatures: Sequence[float], noise_BKV: Tensor | None
-) -> tuple[Places, list[object]]:
-    """The library's inputs, and objects that must live while it runs.
+class PassOutputs(NamedTuple):
+    """What drafts are drawn from, as by the match rule.
 
     Args:
-        logits_BKX: float32, of all tokens or of some.
-        reads: what a head reads of the states, `[B, …, X]` in any floating type.
+        anchors: by row, the token before the first position.
+        logits: `[B, K, V]` float32.
+        reads: `[B, …, X]` what a head reads of the states, see the heads.
         temperatures: of the rows; 0 is greedy.
-        noise_BKV: float64; None if all rows are greedy.
+        noise: `[B, K, V]` float64; None if all rows are greedy.
+        threads: most threads.
     """
-    B, K, _ = logits_BKX.shape
-    assert noise_BKV is not None or not any(temperatures)
-    logits, reads = logits_BKX.contiguous(), None if reads is None else reads.float().contiguous()
-    noise = None if noise_BKV is None else noise_BKV.contiguous()
-    assert logits.dtype == float32 and len(temperatures) == B
-    assert noise is None or (noise.shape[:2] == logits.shape[:2] and noise.dtype == float64)
-    temperatures_B = (ctypes.c_float * B)(*temperatures)
+
+    anchors: Sequence[int]
+    logits: Tensor
+    reads: Tensor | None
+    temperatures: Sequence[float]
+    noise: Tensor | None
+    threads: int
+
+
+Arguments = tuple[list[Any], list[object]]
+"""The first arguments of the library's functions, and objects that must live while these run."""
+
+
+class NativePathHead(ABC):
+    """A head in C++. Subclasses name the library's functions that draw chains and trees."""
+
+    CHAINS: str
+    TREES: str
+
+    @abstractmethod
+    def _arguments(self, outputs: PassOutputs) -> Arguments: ...
+
+    def chains(self, outputs: PassOutputs) -> Tensor:
+        """The tokens `[B, K]`; `INVALID` where logits are NaN or the largest is infinite."""
+        tokens_BK = torch.empty(outputs.logits.shape[:2], dtype=torch.long, device="cpu")
+        arguments, kept = self._arguments(outputs)
+        getattr(library(), self.CHAINS)(*arguments, tokens_BK.data_ptr(), outputs.threads)
+        del kept
+        return tokens_BK
+
+    def trees(self, outputs: PassOutputs, *, number: int, budget: int) -> tuple[Tensor, Tensor]:
+        """The tokens and the parents `[B, N]` of each row's likeliest nodes, best first, `ABSENT` after the last one.
+
+        The likelihood of a token is the softmax of its scores, which are the logits divided by the temperature, plus
+        noise.
+
+        Args:
+            number: of candidates after a node.
+            budget: N.
+        """
+        rows, _, most = outputs.logits.shape
+        nodes = torch.empty(2, rows, budget, dtype=torch.long, device="cpu")
+        arguments, kept = self._arguments(outputs)
+        getattr(library(), self.TREES)(
+            *arguments, min(number, most), budget, nodes[0].data_ptr(), nodes[1].data_ptr(), outputs.threads
+        )
+        del kept
+        return nodes[0], nodes[1]
+
+
+def places_of(outputs: PassOutputs, logits_BKX: Tensor) -> tuple[Places, list[object]]:
+    """The positions, and objects that must live while the library reads them.
+
+    Args:
+        logits_BKX: of all tokens, or of some.
+    """
+    (B, K, _), noise = outputs.logits.shape, outputs.noise
+    assert outputs.logits.dtype == logits_BKX.dtype == torch.float32 and len(outputs.temperatures) == B
+    assert noise is not None or not any(outputs.temperatures)
+    assert noise is None or (noise.shape == outputs.logits.shape and noise.dtype == torch.float64)
+    logits, reads = logits_BKX.contiguous(), None if outputs.reads is None else outputs.reads.float().contiguous()
+    noise = None if noise is None else noise.contiguous()
+    temperatures_B = (ctypes.c_float * B)(*outputs.temperatures)
     places = Places(
         rows=B, places=K, logits=logits.data_ptr(), reads=None if reads is None else reads.data_ptr(),
         temperatures=ctypes.addressof(temperatures_B), noise=None if noise is None else noise.data_ptr(),
