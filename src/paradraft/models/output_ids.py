@@ -27,6 +27,11 @@ class OutputIds:
         self._vocab_map = None if vocab_map is None else vocab_map.below(vocab_size, device)
         self._forbidden, self._reserved = set[int](), set[int]()
 
+    @property
+    def with_rows(self) -> Tensor | None:
+        """`[U]` the ids that the head has rows for, increasing; None for all."""
+        return None if self._vocab_map is None else self._vocab_map.to_target
+
     def of_rows(self, vocab_map: VocabMap | None) -> OutputIds:
         """The ids of another head's rows, with the same ids that may not be chosen."""
         ids = OutputIds(self._vocab_size, vocab_map, self._device)

@@ -234,6 +234,24 @@ def test_trees_are_those_that_python_grows(samplings: list[float]) -> None:
         assert set(paths_of(tokens[row].tolist(), parents[row].tolist())) == expected and len(expected) == 9
 
 
+@pytest.mark.parametrize("is_markov", [False, True])
+@pytest.mark.parametrize("temperatures", [[0.0, 0.0], [0.7, 0.0]])
+def test_of_a_head_with_some_ids_only_these_are_drafted(temperatures: list[float], *, is_markov: bool) -> None:
+    """Guards rows that are returned in place of ids, embeddings of rows, and noise of others."""
+    case = Case(4, rows=2, places=5, vocab=400, rank=6, dtype=torch.float32, is_markov=is_markov)
+    ids = torch.randperm(400, generator=torch.Generator().manual_seed(5))[:70].sort().values
+    others = torch.ones(400, dtype=torch.bool).index_fill(0, ids, False)
+    some = NativeCorrection(case.embedding, case.token, case.memory, case.correction[ids], ids)
+    case.logits[..., others] = math.nan
+    noise = case.noise.masked_fill(others, math.inf) if any(temperatures) else None
+    outputs = PassOutputs((), case.logits, case.reads, temperatures, noise, 1)
+    chains, (tokens, parents) = some.chains(outputs), some.trees(outputs, number=9, budget=9)
+    case.logits[..., others] = -math.inf
+    assert chains.tolist() == case.native(temperatures).tolist()
+    for row, expected in enumerate(case.trees(temperatures, 9)):
+        assert paths_of(tokens[row].tolist(), parents[row].tolist()) == expected and len(expected) == 9
+
+
 SETTINGS = [Sampling(), Sampling(temperature=0.7, seed=3), Sampling(temperature=1.3, seed=9)]
 OTHERS = [
     Sampling(temperature=0.7, top_k=5), Sampling(temperature=0.7, top_p=0.9), Sampling(temperature=0.7, min_p=0.1),

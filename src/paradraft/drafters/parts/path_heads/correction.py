@@ -1,6 +1,9 @@
 """Heads that correct each token's logits by a memory of the tokens before it.
 
-Shape letters: B rows of a batch, K drafted tokens, W nodes of a depth, V vocabulary, D hidden size, X rank of a head.
+Products are computed only for the ids that can be drafted.
+
+Shape letters: B rows of a batch, K drafted tokens, W nodes of a depth, V vocabulary, U ids that can be drafted,
+D hidden size, X rank of a head.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from torch import Tensor
 from paradraft.drafters.parts.path_heads.head import PathHead
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward.cpu.correction import NativeCorrection
+from paradraft.models.output_ids import OutputIds
 from paradraft.models.target import gathered
 from paradraft.sampling.expansion import Expand
 
@@ -23,17 +27,33 @@ class Correction(PathHead):
 
     Args:
         lm: the model whose embeddings and threads it uses.
+        ids: that can be drafted.
         correction_VX: from a memory to what is added to the logits.
-        native: the same head for passes in C++; None elsewhere.
+        embedding: `[rows, D]` that memories are made of.
+        token, memory: see `NativeCorrection`.
     """
 
-    def __init__(self, lm: CausalLM, correction_VX: Tensor, native: NativeCorrection | None) -> None:
+    def __init__(
+        self, lm: CausalLM, ids: OutputIds, correction_VX: Tensor, embedding: Tensor,
+        token: Tensor | None = None, memory: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self._ids_U = ids.with_rows
+        correction_UX = correction_VX if self._ids_U is None else correction_VX[self._ids_U]
+        is_native = lm.is_native
+        native = NativeCorrection(embedding, token, memory, correction_UX, self._ids_U) if is_native else None
         super().__init__(lm, native)
-        self._correction = lm.linear(correction_VX)
+        self._correction = lm.linear(correction_UX)
 
     @abstractmethod
     def _remember(self, tokens_BW: Tensor, read_B1X: Tensor | None, before_BWX: Tensor | None) -> Tensor:
         """`[B, W, X]` memories after tokens, from what is read of their depth and the memories before, if any."""
+
+    def _corrected(self, logits: Tensor, memories: Tensor) -> Tensor:
+        """The logits `[…, V]` after memories `[…, X]`."""
+        added = self._correction(memories)
+        if self._ids_U is None:
+            return logits + added
+        return logits.expand(*added.shape[:-1], -1).index_add(-1, self._ids_U, added.to(logits.dtype))
 
     def _first_and_later(
         self, anchors: Sequence[int], logits_BKV: Tensor, reads: Tensor | None
@@ -44,7 +64,7 @@ class Correction(PathHead):
             before_BWX = gathered(memories.pop(), slot_BW) if memories else None
             read_B1X = None if reads is None else reads[:, depth - 1, None]
             memories.append(self._remember(new_BW, read_B1X, before_BWX))
-            return logits_BKV[:, depth, None] + self._correction(memories[0])
+            return self._corrected(logits_BKV[:, depth, None], memories[0])
 
         return logits_BKV[:, :1], expand
 

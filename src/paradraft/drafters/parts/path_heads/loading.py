@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from paradraft.drafters.parts.draft_head import drafted_ids
 from paradraft.drafters.parts.path_heads.head import PathHead
 from paradraft.drafters.parts.path_heads.markov import MarkovCorrection
 from paradraft.drafters.parts.path_heads.previous_token import PreviousTokenCorrection, previous_token_head
@@ -24,7 +25,7 @@ def load_path_head(target: CausalLM, head: Head, output_head: Callable[[Tensor],
     if len(found := [name for name in RANKS if name in head.config]) > 1:
         raise ValueError(f"draft {head.name!r}: {' and '.join(found)} in its config.json, for one head: train it again")
     if PREVIOUS_TOKEN_RANK in head.config:
-        return PreviousTokenCorrection(target, previous_token_head(head), output_head)
+        return PreviousTokenCorrection(target, previous_token_head(head), output_head, drafted_ids(target, head).output)
     if MARKOV_RANK in head.config:
         return MarkovCorrection(target, head)
     if SELECTOR_RANK in head.config:

@@ -21,7 +21,6 @@ from paradraft.drafters.parts.path_heads.correction import Correction, without_f
 from paradraft.formats.head import Head
 from paradraft.formats.path_heads import MARKOV_EMBEDDING, MARKOV_OUTPUT, MARKOV_RANK
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.forward.cpu.correction import NativeCorrection
 from paradraft.ragged import upload
 
 
@@ -59,10 +58,7 @@ class MarkovCorrection(Correction):
         embedded = len(target.model.get_input_embeddings().weight)
         self._embedding = head.tensor(MARKOV_EMBEDDING, embedded, rank).to(target.device, dtype)
         output_UX = head.tensor(MARKOV_OUTPUT, rows, rank).to(target.device, dtype)
-        correction_VX = without_forbidden(ids.logits(output_UX.T.clone()))
-        is_native = target.is_native
-        native = NativeCorrection(self._embedding, None, None, correction_VX) if is_native else None
-        super().__init__(target, correction_VX, native)
+        super().__init__(target, ids, without_forbidden(ids.logits(output_UX.T.clone())), self._embedding)
 
     def _reads(self, states_BKD: Tensor) -> None:
         return None
@@ -72,5 +68,5 @@ class MarkovCorrection(Correction):
 
     def _after_anchors(self, anchors: Sequence[int], logits_BKV: Tensor) -> Tensor:
         memories_BX = nn.functional.embedding(upload(list(anchors), logits_BKV.device), self._embedding)
-        logits_BKV[:, 0] += self._correction(memories_BX)
+        logits_BKV[:, 0] = self._corrected(logits_BKV[:, 0], memories_BX)
         return logits_BKV

@@ -31,8 +31,8 @@ from paradraft.formats.head import Head, file_of
 from paradraft.formats.pard import PREVIOUS_TOKEN_HEAD, RANK
 from paradraft.formats.path_heads import PREVIOUS_TOKEN_RANK
 from paradraft.models.causal_lm import CausalLM
-from paradraft.models.forward.cpu.correction import NativeCorrection
 from paradraft.models.output_head import check_linear, sizes_of
+from paradraft.models.output_ids import OutputIds
 from paradraft.models.quantized import QuantizedTensor
 
 PREFIX = "previous."
@@ -132,12 +132,14 @@ class PreviousTokenCorrection(Correction):
 
     Args:
         output_head: of the logits; by default that of `lm`.
+        ids: that it drafts; by default those of `lm`.
     """
 
     @torch.no_grad()
     def __init__(
-        self, lm: CausalLM, head: PreviousTokenHead, output_head: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
+        self, lm: CausalLM, head: PreviousTokenHead, output_head: Callable[[Tensor], Tensor] | None = None,
+        ids: OutputIds | None = None,
+    ) -> None:  # fmt: skip
         model: Any = lm.model
         self._state = lm.linear(head.state.weight, head.state.bias)
         self._token = lm.linear(head.token.weight)
@@ -145,13 +147,11 @@ class PreviousTokenCorrection(Correction):
         # W C as one matrix, in bfloat16 precision, as most models' weights.
         both_XV = (output_head or lm.head)(head.correction.weight.T.to(lm.device, lm.model.dtype))
         both_VX = without_forbidden(both_XV).bfloat16().to(lm.model.dtype)
-        native = None
-        if lm.is_native:
-            token, memory = (each.to(lm.model.dtype) for each in (head.token.weight, head.memory.weight))
-            embedding = model.get_input_embeddings().weight
-            embedding = embedding.dequantize() if isinstance(embedding, QuantizedTensor) else embedding
-            native = NativeCorrection(embedding, token, memory, both_VX)
-        super().__init__(lm, both_VX, native)
+        token, memory = (each.to(lm.model.dtype) for each in (head.token.weight, head.memory.weight))
+        embedding = model.get_input_embeddings().weight
+        if lm.is_native and isinstance(embedding, QuantizedTensor):
+            embedding = embedding.dequantize()
+        super().__init__(lm, ids or lm.ids, both_VX, embedding, token, memory)
 
     def _reads(self, states_BKD: Tensor) -> Tensor:
         return self._state(states_BKD[:, 1:])

@@ -1,6 +1,7 @@
 """Drafts drawn token by token in C++ (`correction.cpp`), with logits corrected by the tokens drawn before.
 
-Shape letters: B rows of a batch, K positions of a draft, V vocabulary, D hidden size, X rank of the correction.
+Shape letters: B rows of a batch, K positions of a draft, V vocabulary, U ids that can be drafted, D hidden size, X rank
+of the correction.
 """
 
 from __future__ import annotations
@@ -32,13 +33,18 @@ class NativeCorrection(NativePathHead):
         embedding: `[rows, D]` in float32 or bfloat16; `[rows, X]` of a Markov head.
         token: E, `[X, D]`.
         memory: R, `[X, X]`.
-        correction: W C, `[V, X]`.
+        correction: W C, `[U, X]`.
+        ids: `[U]`, increasing; None for all. Logits and noise of others are not read.
     """
 
     CHAINS, TREES = "draw_chains", "grow_corrected"
 
-    def __init__(self, embedding: Tensor, token: Tensor | None, memory: Tensor | None, correction: Tensor) -> None:
-        self._embedding = embedding.detach().contiguous()
+    def __init__(
+        self, embedding: Tensor, token: Tensor | None, memory: Tensor | None, correction: Tensor,
+        ids: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self._ids_U = ids
+        self._embedding = (embedding if ids is None else embedding[ids]).detach().contiguous()
         is_bfloat16 = embedding.dtype == torch.bfloat16
         assert is_bfloat16 or embedding.dtype == torch.float32, "other numbers would be read as these"
         self._matrices = [None if weight is None else PackedMatrix([weight]) for weight in (token, memory, correction)]
@@ -48,6 +54,26 @@ class NativeCorrection(NativePathHead):
             self._embedding.data_ptr() if is_bfloat16 else None,
         )
         library()
+
+    def chains(self, outputs: PassOutputs) -> Tensor:
+        """See `NativePathHead`."""
+        return self._ids_of(super().chains(self._with_ids(outputs)))
+
+    def trees(self, outputs: PassOutputs, *, number: int, budget: int) -> tuple[Tensor, Tensor]:
+        """See `NativePathHead`."""
+        rows_BN, parents_BN = super().trees(self._with_ids(outputs), number=number, budget=budget)
+        return self._ids_of(rows_BN), parents_BN
+
+    def _with_ids(self, outputs: PassOutputs) -> PassOutputs:
+        """The outputs with logits and noise `[B, K, U]`."""
+        if self._ids_U is None:
+            return outputs
+        noise = None if outputs.noise is None else outputs.noise.index_select(2, self._ids_U)
+        return outputs._replace(logits=outputs.logits.index_select(2, self._ids_U), noise=noise)
+
+    def _ids_of(self, rows: Tensor) -> Tensor:
+        """The ids of the correction's rows; negative ones remain."""
+        return rows if self._ids_U is None else self._ids_U[rows.clamp(min=0)].where(rows >= 0, rows)
 
     def _arguments(self, outputs: PassOutputs) -> Arguments:
         (B, K, V), reads, correction = outputs.logits.shape, outputs.reads, self._correction.correction
