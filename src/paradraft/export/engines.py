@@ -15,6 +15,7 @@ from typing import Any
 
 from paradraft.drafters import drafter_settings, serving_of, takes_draft
 
+VLLM, SGLANG, TENSORRT, TRANSFORMERS, GGUF = ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers", "gguf")
 Ranges = list[tuple[int, int, int]]
 """First batch size, last batch size, K."""
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -20,8 +21,17 @@ from transformers import PretrainedConfig
 from paradraft.drafters import serving_of
 from paradraft.engine.speculation import Speculation
 from paradraft.export.acceptance import MeasuredAcceptance, measured_acceptance
-from paradraft.export.blocks import METHOD, METHODS, check_block, check_unscaled, with_output_head, write_block_gguf
-from paradraft.export.engines import tensorrt_fixed, vllm_fixed
+from paradraft.export.block_engines import (
+    METHODS,
+    NAMES,
+    architecture_for,
+    check_block,
+    check_unscaled,
+    launch_block,
+    tensorrt_block,
+)
+from paradraft.export.blocks import with_output_head, write_block_gguf
+from paradraft.export.engines import ENGINES, GGUF, SGLANG, TENSORRT, TRANSFORMERS, VLLM, tensorrt_fixed, vllm_fixed
 from paradraft.export.gguf import FILE, TYPES, check_can_write, check_dtype, write_gguf
 from paradraft.export.heads import ELSEWHERE, check_head, needs_output_head, write_for_vllm
 from paradraft.export.vllm import check_name, check_rows_fit
@@ -29,14 +39,13 @@ from paradraft.formats.folder import whole_folder, write_model
 from paradraft.formats.head import Head, TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import CONFIG_KEYS, RANK, declare_masks, declared_mask_id
 from paradraft.formats.pard2 import reads_states
-from paradraft.formats.published_block import architecture_of, write_published
+from paradraft.formats.published_block import write_published
 from paradraft.models.names import POCKET
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
 from paradraft.text.vocabulary import of_one_family, resize, used_rows
 from paradraft.traits import INSTEAD
 
-VLLM, SGLANG, TENSORRT, TRANSFORMERS, GGUF = ENGINES = ("vllm", "sglang", "tensorrt-llm", "transformers", "gguf")
 PARALLEL = (VLLM, TENSORRT)
 """Engines that draft in parallel, in one pass."""
 CARD, TENSORRT_FILE = "README.md", "speculative.yaml"
@@ -47,7 +56,7 @@ MEASURED_BEFORE = (
     "Its acceptance was measured with the folder it was made of, because only llama.cpp reads the file; the file's "
     "matrices are {}."
 )
-NEEDS_GPU = "vLLM drafts blocks on GPUs only; with this folder it was not tried."
+NEEDS_GPU = "{} drafts blocks on GPUs only; with this folder it was not tried."
 OF_ONE_TARGET = "It belongs to this target alone: its weights, not only its shape."
 
 
@@ -126,7 +135,7 @@ def _hand_off_head(task: HandoffTask, folder: str, target_folder: str, out: Path
     """Exports a drafter on the target's states."""
     head = read_checkpoint(folder)
     drafter = str(head.config["model_type"])
-    if serving_of(drafter).vllm == METHOD:
+    if serving_of(drafter).vllm in METHODS.values():
         return _hand_off_block(task, head, target_folder, out)
     if task.engine != VLLM:
         raise ValueError(f"{task.draft!r} reads the states of its target, and {ELSEWHERE[task.engine]}: {INSTEAD}")
@@ -138,33 +147,44 @@ def _hand_off_head(task: HandoffTask, folder: str, target_folder: str, out: Path
         output_head = load_model(target_folder, _as_stored(load_config(target_folder))).lm_head.weight.detach()
     with whole_folder(out) as new:
         write_for_vllm(new, head, load_config(target_folder), output_head)
-        return _finished(task, new, out, target_folder, drafter, (OF_ONE_TARGET, ON_CPUS))
+        return _finished(task, new, out, drafter, (OF_ONE_TARGET, ON_CPUS))
 
 
 def _hand_off_block(task: HandoffTask, head: Head, target_folder: str, out: Path) -> Handoff:
     """Exports a block drafter."""
-    drafter, config = str(head.config["model_type"]), load_config(target_folder)
-    if task.engine not in (VLLM, GGUF):
-        raise ValueError(f"--to {task.engine}: block drafters are written for {VLLM} and {GGUF}: {INSTEAD}")
-    check_block(head, task.k, for_llama_cpp=task.engine == GGUF)
+    drafter, config, engine = str(head.config["model_type"]), load_config(target_folder), task.engine
+    if engine not in NAMES:
+        raise ValueError(f"--to {engine}: block drafters are written for {', '.join(NAMES)}: {INSTEAD}")
+    settings = check_block(head, task.k, engine)
     check_unscaled(target_folder)
-    method = METHODS[architecture_of(head)]
+    architecture = architecture_for(head, engine)
     head.target.check(TargetIdentity.of(config), task.draft)
     dtype = task.runtime.draft_dtype or "bfloat16"
-    if task.engine == VLLM:
-        check_name(method, str(out))
-    else:
+    if engine == VLLM:
+        check_name(METHODS[architecture], str(out))
+    if engine == GGUF:
         check_dtype(dtype)
     head = with_output_head(head, target_folder)
+    launch, speculative = None, None
+    if engine == TENSORRT:
+        speculative = tensorrt_block(settings, str(out), task.k)
+    else:
+        launch = launch_block(engine, architecture, served_as(task), str(out), task.k, gguf=FILE)
     with whole_folder(out) as new:
-        if task.engine == VLLM:
-            write_published(new, head)
-            return _finished(task, new, out, target_folder, drafter, (OF_ONE_TARGET, NEEDS_GPU), method=method)
+        if engine != GGUF:
+            write_published(new, head, architecture, windows=engine == SGLANG)
+            notes = (OF_ONE_TARGET, NEEDS_GPU.format(NAMES[engine]))
+            return _finished(task, new, out, drafter, notes, launch=launch, speculative=speculative)
         write_block_gguf(
             new / FILE, head, load_tokenizer(target_folder), load_generation_config(target_folder), dtype=dtype
         )  # fmt: skip
         notes = (OF_ONE_TARGET, MEASURED_BEFORE.format(TYPES[dtype]))
-        return _finished(task, new, out, target_folder, drafter, notes, measured=head.name, method=method)
+        return _finished(task, new, out, drafter, notes, measured=head.name, launch=launch)
+
+
+def served_as(task: HandoffTask) -> str:
+    """The target in the command that starts the engine."""
+    return locate(POCKET, "target") if task.target == POCKET else task.target
 
 
 def _hand_off_model(task: HandoffTask, folder: str, target_folder: str, out: Path) -> Handoff:
@@ -204,7 +224,7 @@ def _hand_off_model(task: HandoffTask, folder: str, target_folder: str, out: Pat
             write_gguf(new / FILE, model.eval(), tokenizer, dtype=dtype, name=out.name)
         else:
             write_model(new, model.eval(), tokenizer)
-        return _finished(task, new, out, target_folder, drafter, notes)
+        return _finished(task, new, out, drafter, notes)
 
 
 def _as_stored(config: PretrainedConfig) -> Runtime:
@@ -216,22 +236,30 @@ def _finished(
     task: HandoffTask,
     new: Path,
     out: Path,
-    target_folder: str,
     drafter: str,
     notes: tuple[str, ...],
+    *,
     measured: str | None = None,
-    method: str | None = None,
+    launch: str | None = None,
+    speculative: dict[str, Any] | None = None,
 ) -> Handoff:
-    """Measures the exported folder, or the draft `measured` in its place, and writes its card; see `_launch` too."""
+    """Measures the exported folder, or the draft `measured` in its place, and writes its card.
+
+    Args:
+        launch: the command that starts the engine, see `_launch` for the usual one.
+        speculative: the part of TensorRT-LLM's config, by default that of `tensorrt_fixed`.
+    """
     engine, k = task.engine, task.k
-    served = target_folder if task.target == POCKET else task.target
     done = Handoff(
-        engine=engine, drafter=drafter, k=k, notes=notes, launch=_launch(engine, drafter, served, str(out), k, method),
+        engine=engine, drafter=drafter, k=k, notes=notes, launch=launch or _launch(task, drafter, str(out)),
         measured=_measured(measured or str(new / FILE if engine == GGUF else new), drafter, task),
     )  # fmt: skip
     (new / CARD).write_text(card(done, task.draft, task.target), encoding="utf-8")
     if engine == TENSORRT:
-        (new / TENSORRT_FILE).write_text(_tensorrt_yaml(drafter, str(out), k), encoding="utf-8")
+        speculative = speculative or tensorrt_fixed(k, drafter, str(out))
+        assert speculative is not None
+        lines = [f"  {key}: {json.dumps(value)}" for key, value in speculative.items()]
+        (new / TENSORRT_FILE).write_text("\n".join(["speculative_config:", *lines, ""]), encoding="utf-8")
     return done
 
 
@@ -266,11 +294,12 @@ def _notes(config: PretrainedConfig, rows: int, engine: str, *, has_masks: bool)
     return tuple(notes)
 
 
-def _launch(engine: str, drafter: str, target: str, draft: str, k: int, method: str | None) -> str:
-    """The command, or for `transformers` the code, that starts the engine; `method` is that of a block drafter."""
-    model, folder = shlex.quote(target), shlex.quote(draft)
+def _launch(task: HandoffTask, drafter: str, draft: str) -> str:
+    """The command, or for `transformers` the code, that starts the engine."""
+    engine, k = task.engine, task.k
+    model, folder = shlex.quote(served_as(task)), shlex.quote(draft)
     if engine == VLLM:
-        config = json.dumps((vllm_fixed(k, drafter, draft) or {}) | ({"method": method} if method else {}))
+        config = json.dumps(vllm_fixed(k, drafter, draft) or {})
         return f"vllm serve {model} --speculative-config {shlex.quote(config)}"
     if engine == TENSORRT:
         return f"trtllm-serve {model} --config {shlex.quote(f'{draft}/{TENSORRT_FILE}')}"
@@ -279,11 +308,6 @@ def _launch(engine: str, drafter: str, target: str, draft: str, k: int, method: 
             f"python -m sglang.launch_server --model-path {model} --speculative-algorithm STANDALONE "
             f"--speculative-draft-model-path {folder} --speculative-num-steps {k} --speculative-eagle-topk 1 "
             f"--speculative-num-draft-tokens {k + 1}"
-        )
-    if engine == GGUF and method:
-        return (
-            f"llama-server -m TARGET.gguf -md {shlex.quote(f'{draft}/{FILE}')} --spec-type draft-{method} "
-            f"--spec-draft-n-max {k} --spec-draft-p-min 0"
         )
     if engine == GGUF:
         return (
@@ -294,13 +318,6 @@ def _launch(engine: str, drafter: str, target: str, draft: str, k: int, method: 
         f"model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained({draft!r}), "
         f"num_assistant_tokens={k})"
     )
-
-
-def _tensorrt_yaml(drafter: str, draft: str, k: int) -> str:
-    config = tensorrt_fixed(k, drafter, draft)
-    assert config is not None
-    lines = [f"  {key}: {json.dumps(value)}" for key, value in config.items()]
-    return "\n".join(["speculative_config:", *lines, ""])
 
 
 def card(done: Handoff, draft: str, target: str) -> str:

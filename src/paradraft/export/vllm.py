@@ -15,8 +15,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from paradraft.drafters import drafter_names, drafter_settings, serving_of, split_settings, takes_draft
 from paradraft.engine.speculation import Speculation
-from paradraft.export.blocks import METHOD, METHODS, check_block, check_k, check_unscaled
-from paradraft.export.engines import vllm_config, vllm_fixed
+from paradraft.export.block_engines import METHODS, check_block, check_k, check_unscaled
+from paradraft.export.engines import VLLM, vllm_config, vllm_fixed
 from paradraft.export.heads import EAGLE, check_head, is_exported
 from paradraft.formats.block import BlockSettings
 from paradraft.formats.head import TargetIdentity, is_head, read_checkpoint
@@ -151,7 +151,7 @@ def check_draft(name: str, draft: str, target: str, k: int) -> None:
 def _method_of(name: str, draft: str) -> str | None:
     """vLLM's method for a drafter that `check_draft` accepts: that of its folder, if it is a block drafter."""
     method = serving_of(name).vllm
-    return METHODS[load_config(draft).architectures[0]] if method == METHOD else method
+    return METHODS[load_config(draft).architectures[0]] if method in METHODS.values() else method
 
 
 def check_name(method: str | None, draft: str) -> None:
@@ -164,7 +164,7 @@ def check_name(method: str | None, draft: str) -> None:
 
 
 def _check_head(name: str, draft: str, target: str, k: int) -> None:
-    if serving_of(name).vllm == METHOD:
+    if serving_of(name).vllm in METHODS.values():
         return _check_block(draft, name, target, k)
     head = read_checkpoint(draft, name)
     check_head(head, k)
@@ -178,13 +178,11 @@ def _check_head(name: str, draft: str, target: str, k: int) -> None:
 def _check_block(draft: str, name: str, target: str, k: int) -> None:
     head = read_block(draft, name, load_config(target))
     if is_head(draft):
-        check_block(head, k)
+        check_block(head, k, VLLM)
         check_unscaled(target)
         raise NeedsExportError(
             f"{draft!r} has not vLLM's format: run `paradraft export {draft} OUT --target {target} --to vllm -k {k}`"
         )
-    if load_config(draft).architectures[0] not in METHODS:
-        raise ValueError(f"{draft!r} is no folder of DSpark's or DFlash 2's, but of another method: start vLLM itself")
     check_k(BlockSettings.of(head), k, draft)
 
 

@@ -68,6 +68,7 @@ CONVOLUTION = {"conv_kernel_size": 2, "conv_group_size": 16}
 """Sizes of DFlash 2's convolutions."""
 SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 """Entries by which DFlash 2 changes embeddings or logits."""
+FULL, SLIDING, WINDOW = "full_attention", "sliding_attention", "sliding_window"
 EMPTY_RANK = 8
 """Rank of the Markov head of zeros that a drafter without one is exported with: engines read none of rank 0."""
 
@@ -151,9 +152,20 @@ def _layout(published: Mapping[str, Any]) -> dict[str, Any]:
     size, causal = published.get("block_size"), published.get("is_causal")
     return {
         "k": size - (not is_first) if type(size) is int else size,
-        "causal": own.get("causal", False) if causal is None else causal,
+        "causal": own.get("causal", _sees_all(published)) if causal is None else causal,
         "anchor_first": is_first,
     }
+
+
+def _has_windows(published: Mapping[str, Any]) -> bool:
+    return bool(published.get("use_sliding_window")) or SLIDING in str(published.get("layer_types"))
+
+
+def _sees_all(published: Mapping[str, Any]) -> bool:
+    """Whether all layers have sliding windows, which are causal, over all positions."""
+    types, window, room = (published.get(key) for key in ("layer_types", WINDOW, "max_position_embeddings"))
+    is_every = isinstance(types, list) and bool(types) and all(each == SLIDING for each in types)
+    return is_every and type(window) is type(room) is int and window >= room
 
 
 def _entries(name: str, published: Any) -> dict[str, Any]:
@@ -171,12 +183,7 @@ def _entries(name: str, published: Any) -> dict[str, Any]:
         raise ValueError(f"draft {name!r} has no dflash_config in its config.json: use another")
     if not is_dspark and (published.get("sample_from_anchor") or published.get(MARKOV_RANK)):
         raise ValueError(f"draft {name!r} is of DFlash and has entries of DSpark's in its config.json: use another")
-    windows = (
-        own.get("use_swa"),
-        published.get("use_sliding_window"),
-        "sliding_attention" in str(published.get("layer_types")),
-    )
-    if any(windows):
+    if own.get("use_swa") or (_has_windows(published) and not _sees_all(published)):
         raise ValueError(f"draft {name!r} has layers with a sliding window, which passes do not compute: use another")
     if published.get("attention_bias") or published.get("hidden_act", "silu") != "silu":
         raise ValueError(f"draft {name!r} has layers with biases or another activation than silu: use another")
@@ -208,11 +215,11 @@ def _entries(name: str, published: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def published_weights(head: Head) -> dict[str, Tensor]:
+def published_weights(head: Head, architecture: str) -> dict[str, Tensor]:
     """The weights of a drafter of ours by their published names, without the ids of its head."""
     weights = {NAMES.get(name, name): weight for name, weight in head.weights.items() if "." in name}
     vocabulary, ids = head.target.vocab_size, len(head.weights.get(D2T, range(head.target.vocab_size or 0)))
-    if SELECTOR_RANK in head.config:
+    if architecture == DFLASH_2:
         if D2T in head.weights:
             rows_UX = weights[NAMES[SELECTOR_OUTPUT]]
             all_VX = rows_UX.new_zeros(vocabulary, rows_UX.shape[1])
@@ -220,7 +227,7 @@ def published_weights(head: Head) -> dict[str, Tensor]:
             weights[NAMES[SELECTOR_OUTPUT]] = all_VX
         settings = BlockSettings.of(head)
         return weights | _identities(settings.layers, settings.width)
-    if MARKOV_RANK not in head.config:
+    if architecture == DSPARK and MARKOV_RANK not in head.config:
         weights[NAMES[MARKOV_EMBEDDING]] = torch.zeros(vocabulary, EMPTY_RANK, dtype=torch.bfloat16)
         weights[NAMES[MARKOV_OUTPUT]] = torch.zeros(ids, EMPTY_RANK, dtype=torch.bfloat16)
     return weights
@@ -233,13 +240,8 @@ def _identities(layers: int, width: int) -> dict[str, Tensor]:
     return {name: _identity(name, torch.empty(_shape(name, width), dtype=torch.bfloat16)) for name in names}
 
 
-def architecture_of(head: Head) -> str:
-    """The architecture of the folder that a drafter of ours is written as."""
-    return DFLASH_2 if SELECTOR_RANK in head.config else DSPARK
-
-
-def published_config(head: Head) -> dict[str, Any]:
-    """The config of a drafter of ours, trained for a target, see `architecture_of`."""
+def published_config(head: Head, architecture: str, *, windows: bool) -> dict[str, Any]:
+    """The config of a drafter of ours, trained for a target, see `write_published`."""
     settings, target = BlockSettings.of(head), head.target
     own: dict[str, Any] = {
         "mask_token_id": settings.mask_token_id,
@@ -247,15 +249,20 @@ def published_config(head: Head) -> dict[str, Any]:
     }
     ids = {"draft_vocab_size": len(head.weights[D2T])} if D2T in head.weights else {}
     common = {
-        "architectures": [architecture_of(head)], "model_type": "qwen3", "dtype": "bfloat16",
+        "architectures": [architecture], "model_type": "qwen3", "dtype": "bfloat16",
         **{key: settings.sizes[key] for key in (*COUNTS, "rms_norm_eps", "rope_parameters")},
         "rope_theta": settings.sizes["rope_parameters"]["rope_theta"],
-        "num_hidden_layers": settings.layers, "layer_types": ["full_attention"] * settings.layers,
+        "num_hidden_layers": settings.layers, "layer_types": [FULL] * settings.layers,
         "num_target_layers": target.num_hidden_layers, "vocab_size": target.vocab_size, **ids,
         "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
         "block_size": settings.k + settings.first, "is_causal": settings.causal,
     }  # fmt: skip
-    if SELECTOR_RANK in head.config:
+    if windows and settings.causal:
+        whole = {WINDOW: settings.sizes["max_position_embeddings"]}
+        common |= {"layer_types": [SLIDING] * settings.layers, "use_sliding_window": True} | whole
+    if architecture == DFLASH:
+        return common | {"dflash_config": own | {"causal": settings.causal}}
+    if architecture == DFLASH_2:
         selector = {SELECTOR_RANK: head.config[SELECTOR_RANK], "selector_top_k": SELECTED} | CONVOLUTION
         return common | {"dflash_config": own | {"causal": settings.causal} | selector}
     return common | own | {
@@ -266,10 +273,18 @@ def published_config(head: Head) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_published(folder: Path, head: Head) -> None:
-    """Writes a drafter of ours into an existing folder, see `published_config`; one with an output head other than the
-    target's has it as `OWN_HEAD`."""
+def write_published(folder: Path, head: Head, architecture: str, *, windows: bool = False) -> None:
+    """Writes a drafter of ours into an existing folder; one with an output head other than the target's has it as
+    `OWN_HEAD`.
+
+    Args:
+        architecture: one of `ARCHITECTURES`, with what the drafter has.
+        windows: that causal layers have sliding windows over all positions, which are causal in SGLang; it has no other
+            entry for that.
+    """
     ids = {D2T: head.weights[D2T]} if D2T in head.weights else {}
-    weights = {name: weight.contiguous() for name, weight in published_weights(head).items()}
+    weights = {name: weight.contiguous() for name, weight in published_weights(head, architecture).items()}
     save_file(weights | ids, folder / WEIGHTS)
-    (folder / CONFIG).write_text(json.dumps(published_config(head), indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(
+        json.dumps(published_config(head, architecture, windows=windows), indent=2) + "\n", encoding="utf-8"
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
@@ -17,13 +18,14 @@ from paradraft.core import Request
 from paradraft.decode.generation import Generation
 from paradraft.engine.loader import load
 from paradraft.engine.speculation import Speculation
-from paradraft.export.blocks import check_block, check_unscaled
+from paradraft.export.block_engines import check_block, check_unscaled
 from paradraft.export.gguf import write_gguf
 from paradraft.export.handoff import hand_off
 from paradraft.export.vllm import NeedsExportError, check_name, speculative_config
+from paradraft.formats.block import BlockSettings
 from paradraft.formats.folder import save_model
 from paradraft.formats.head import read_checkpoint
-from paradraft.formats.published_block import published_k
+from paradraft.formats.published_block import published_k, read_block
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import load_config, load_model, load_tokenizer, locate
 from tests.conftest import tiny_tokenizer
@@ -42,6 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "as DFlash 2": {"causal": False, "anchor_first": False, "selector_rank": 5},
     "causal DFlash 2": {"anchor_first": False, "selector_rank": 5},
 }
+MASKS, SOME = {"anchor_first": False}, {"draft_vocab_size": 20}
 PROMPTS = ([5], [7, 9, 11, 13, 2], list(range(1, 14)), [8, 3] * 20)
 
 
@@ -112,6 +115,51 @@ def test_the_folder_for_vllm_drafts_the_same(family: Path, tmp_path: Path, kind:
     assert drafts(family, out) != drafts(family, draft), "the drafts depend on what was written"
 
 
+FOR_OTHERS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
+    ("sglang", "DSPARK"): ("Qwen3DSparkModel", {"markov_rank": 5}),
+    ("sglang", "DSPARK --speculative-draft-model-path"): ("Qwen3DSparkModel", {"causal": False}),
+    ("sglang", "DFLASH"): ("DFlashDraftModel", {"anchor_first": False}),
+    ("sglang", "DFLASH --"): ("DFlash2DraftModel", {"anchor_first": False, "causal": False, "selector_rank": 5}),
+    ("tensorrt-llm", "trtllm-serve"): ("DFlashDraftModel", {"anchor_first": False, "causal": False}),
+}
+
+
+@pytest.mark.parametrize("kind", FOR_OTHERS)
+def test_folders_for_other_engines_draft_the_same(family: Path, tmp_path: Path, kind: tuple[str, str]) -> None:
+    """Guards folders that SGLang would take for other blocks: layer types say whether they are causal."""
+    (engine, launched), (architecture, settings) = kind, FOR_OTHERS[kind]
+    draft = trained(family, tmp_path / "head", "plain", **settings)
+    out = exported(family, draft, tmp_path / "out", engine)
+    config, weights = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    assert config["architectures"] == [architecture] and config["dflash_config"]["target_layer_ids"] == [0]
+    assert config["block_size"] == (4 if settings.get("anchor_first", True) else 5)
+    is_windowed = engine == "sglang" and settings.get("causal", True)
+    assert config["layer_types"] == ["sliding_attention" if is_windowed else "full_attention"] * 2
+    assert config.get("sliding_window") == (config["max_position_embeddings"] if is_windowed else None)
+    assert any(name.startswith("markov_head") for name in weights) is (architecture == "Qwen3DSparkModel")
+    assert {"lm_head.weight", "d2t"}.isdisjoint(weights)
+    card = (out / "README.md").read_text()
+    assert launched in card and "drafts blocks on GPUs only" in card
+    assert ("SGLANG_RAGGED_VERIFY_MODE=static" in card) is (architecture == "Qwen3DSparkModel")
+    if engine == "tensorrt-llm":
+        speculative = yaml.safe_load((out / "speculative.yaml").read_text())["speculative_config"]
+        mask = read_checkpoint(str(draft)).config["mask_token_id"]
+        assert speculative == {"decoding_type": "DFlash", "max_draft_len": 4, "speculative_model": str(out),
+                               "mask_token_id": mask, "target_layer_ids": [0]}  # fmt: skip
+    assert drafts(family, out) == drafts(family, draft)
+
+    def is_causal(entries: dict[str, Any]) -> bool:
+        own = {key: entry for key, entry in config["dflash_config"].items() if key != "causal"}
+        (out / "config.json").write_text(json.dumps(config | entries | {"is_causal": None, "dflash_config": own}))
+        return BlockSettings.of(read_block(str(out), "dflash", load_config(str(family / "target")))).causal
+
+    assert is_causal({}) is is_windowed
+    assert not is_causal({"layer_types": ["full_attention"] * 2, "use_sliding_window": False})
+    for entries in ({"sliding_window": 9}, {"layer_types": ["sliding_attention", "full_attention"]}):
+        with pytest.raises(ValueError, match="layers with a sliding window"):
+            is_causal({"layer_types": ["sliding_attention"] * 2, "sliding_window": 4096} | entries)
+
+
 def test_convolutions_are_refused(family: Path, tmp_path: Path) -> None:
     """Guards folders of DFlash 2 with layers that are not computed here: they would draft, and badly."""
     out = exported(family, trained(family, tmp_path / "head", "as DFlash 2"), tmp_path / "out", "vllm")
@@ -169,7 +217,7 @@ def test_vllm_is_told_what_it_needs(family: Path, tmp_path: Path) -> None:
 def test_no_card_advises_an_export_that_is_refused(family: Path, tmp_path: Path, settings: dict[str, int]) -> None:
     """Guards the commands after a training: one with a head that engines do not read has said to export it."""
     card = (trained(family, tmp_path / "head", "plain", **settings) / "README.md").read_text()
-    assert "# vLLM cannot serve it: 'DRAFTER' has a " in card and "paradraft export" not in card
+    assert "# vLLM cannot serve it: 'DRAFTER' has a" in card and "paradraft export" not in card
     assert "paradraft export" in (trained(family, tmp_path / "plain", "plain") / "README.md").read_text()
 
 
@@ -228,8 +276,32 @@ def test_a_target_of_few_bits_gives_rows_of_its_head(family: Path, tmp_path: Pat
         ({"target_layers": [2]}, 4, "vllm", "reads the target's layer 2"),
         ({}, 5, "vllm", "k=5: "),
         ({"causal": False}, 3, "vllm", "k=3: blocks of "),
-        ({}, 4, "sglang", "--to sglang: block drafters are written for vllm and gguf"),
-        ({}, 4, "transformers", "--to transformers: block drafters"),
+        ({}, 4, "transformers", "--to transformers: block drafters are written for vllm, gguf, sglang, tensorrt-llm"),
+        (SOME, 4, "sglang", "drafts some of the target's tokens, and SGLang drafts all: train it without draft_vocab"),
+        ({"head_rank": 6}, 4, "sglang", "has a smaller output head, and SGLang takes the target's: train it without"),
+        (MASKS | {"markov_rank": 4}, 4, "sglang", "has a Markov head, and SGLang reads one where the anchor drafts"),
+        (
+            {"causal": False},
+            4,
+            "tensorrt-llm",
+            "has an anchor that drafts, and TensorRT-LLM reads blocks of which mask",
+        ),
+        (
+            MASKS,
+            4,
+            "tensorrt-llm",
+            "has causal blocks, and TensorRT-LLM lets masks see all of theirs: train it with ca",
+        ),
+        (MASKS | {"causal": False} | SOME, 4, "tensorrt-llm", "drafts some of the target's tokens, and TensorRT-LLM"),
+        (
+            MASKS | {"causal": False, "markov_rank": 4},
+            4,
+            "tensorrt-llm",
+            "has a Markov head, and TensorRT-LLM reads no",
+        ),
+        (MASKS | {"selector_rank": 4}, 4, "tensorrt-llm", "has a selector, and TensorRT-LLM reads none: train it with"),
+        ({"selector_rank": 4}, 4, "vllm", "has an anchor that drafts, and vLLM reads blocks of which masks draft all"),
+        (MASKS | SOME | {"selector_rank": 4}, 4, "vllm", "vLLM drafts all with a selector: train it without draft_voc"),
     ],
 )
 def test_what_engines_do_not_compute_is_refused(
@@ -250,28 +322,23 @@ def test_targets_that_scale_are_refused(tmp_path: Path, kind: str) -> None:
         check_unscaled(str(tmp_path / "target"))
 
 
-def test_blocks_of_another_layout_are_not_served(family: Path, tmp_path: Path) -> None:
-    """Guards vLLM's method: a block of DFlash's has another layout."""
-    draft = trained(family, tmp_path / "head", "as DFlash", steps=1)
-    out = exported(family, draft, tmp_path / "out", "vllm")
-    speculation = Speculation(drafter="dflash", draft=str(out), k=4)
-    assert speculative_config(speculation, str(family / "target"))
-    config, weights = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
-    del config["sample_from_anchor"], config["markov_rank"]
-    (out / "config.json").write_text(json.dumps(config | {"architectures": ["DFlashDraftModel"]}))
-    save_file({name: weight for name, weight in weights.items() if "markov" not in name}, out / "model.safetensors")
-    with pytest.raises(ValueError, match="is no folder of DSpark's"):
-        speculative_config(speculation, str(family / "target"))
+def test_vllm_serves_blocks_by_the_method_of_their_layout(family: Path, tmp_path: Path) -> None:
+    """Guards vLLM's method: a block of DFlash's has another layout than DSpark's."""
+    draft = trained(family, tmp_path / "head", "plain", steps=1, causal=False, anchor_first=False)
+    for engine, method in (("vllm", "dspark"), ("tensorrt-llm", "dflash")):
+        out = exported(family, draft, tmp_path / f"for-{engine}", engine)
+        config = speculative_config(Speculation(drafter="dflash", draft=str(out), k=4), str(family / "target"))
+        assert config == {"method": method, "model": str(out), "num_speculative_tokens": 4}
 
 
 def test_a_head_of_another_target_is_refused(family: Path, tmp_path: Path) -> None:
     draft = trained(family, tmp_path / "head", "plain", steps=1)
     head = read_checkpoint(str(draft))
-    assert check_block(head, 4).k == 4
+    assert check_block(head, 4, "vllm").k == 4
     with pytest.raises(ValueError, match="was trained for another target"):
         hand_off(
             str(draft), str(family / "draft"), "vllm", tmp_path / "out", k=4, prompts=[], max_new_tokens=8,
             runtime=EXACT,
         )  # fmt: skip
     with pytest.raises(ValueError, match="num_hidden_layers in its config"):
-        check_block(replace(head, config=head.config | {"num_hidden_layers": 0}), 4)
+        check_block(replace(head, config=head.config | {"num_hidden_layers": 0}), 4, "vllm")

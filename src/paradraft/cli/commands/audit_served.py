@@ -13,7 +13,7 @@ from paradraft.cli import options
 from paradraft.cli.terminal import console
 from paradraft.cli.values import key_in
 from paradraft.engine.speculation import Speculation
-from paradraft.export.handoff import VLLM
+from paradraft.export.engines import VLLM
 from paradraft.export.vllm import NOT_INSTALLED, installed_python, python_to_run, speculative_config
 from paradraft.formats.pard import declared_mask_id
 from paradraft.serve.vllm import VllmServer
