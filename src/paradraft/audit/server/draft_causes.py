@@ -1,23 +1,21 @@
 """Compares a server's drafts with those of the draft model here, and names the fault that explains a difference.
 
 A server streams the tokens of each pass of the target together, so the length of a chunk shows how many drafted tokens
-were accepted. The draft model's tokens at the same position are computed here, in a plain pass of `transformers` over
-the whole text; greedily, both must be the same but for near-ties. Where they are not, the same pass is made with each
-known fault of engines, one at a time, and the fault that explains the server's chunks is named.
+were accepted. The draft's tokens at the same position are computed here; greedily, both must be the same but for
+near-ties. Where they are not, they are computed with each known fault of engines, one at a time, and the fault that
+explains the server's chunks is named.
 
 Shape letters: R rounds, N tokens of a pass, K drafted tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PretrainedConfig
-
-from paradraft.audit.server.draft_passes import DraftModel, Mode, Round, accepted_tokens
 from paradraft.audit.server.endpoint import Served
+from paradraft.audit.server.rounds import AuditedDraft, Round
 
 EQUAL = 0.9
 """Least share of rounds that must be as expected; the draft has near-ties too, and engines break them differently."""
@@ -27,8 +25,6 @@ MOST_ROUNDS = 160
 """Most rounds that are computed here, spread over all answers."""
 SCREENED, FINALISTS = 16, 3
 """Each fault is tried on `SCREENED` rounds, half of them unexpected ones, and the best `FINALISTS` faults on all."""
-NO_WINDOW = 2**20
-"""Tokens of a sliding window that is longer than any text."""
 FEWEST_LONG = 12
 """Least rounds on either side of the length of training rows for a comparison."""
 
@@ -76,7 +72,7 @@ def rounds_of(served: Served, prompt: list[int]) -> list[Round]:
     return rounds
 
 
-def compare(rounds: Sequence[Round], draft: DraftModel, report: Callable[[str], None]) -> DraftComparison:
+def compare(rounds: Sequence[Round], draft: AuditedDraft, report: Callable[[str], None]) -> DraftComparison:
     """Compares the rounds of a server with the draft model here, and names the cause of a difference.
 
     Raises:
@@ -91,18 +87,18 @@ def compare(rounds: Sequence[Round], draft: DraftModel, report: Callable[[str], 
         )
     most = max(each.accepted for each in valid)
     if most and not draft.is_k_known:
-        draft = replace(draft, k=most)
-    rows = draft.model.get_input_embeddings().weight.shape[0]
-    if (largest := max(max(each.text) for each in valid)) >= rows:
-        raise ValueError(f"the texts hold token {largest}, and the draft has {rows}: is it a draft of this model?")
+        draft = draft.with_k(most)
+    if (largest := max(max(each.text) for each in valid)) >= draft.rows:
+        raise ValueError(
+            f"the texts hold token {largest}, and the draft has {draft.rows}: is it a draft of this model?"
+        )
     notes = []
     if len(valid) < len(kept):
         notes.append(f"{len(kept) - len(valid)} chunks hold more tokens than a round can give, and were left out.")
     report("drafting as the draft does here")
-    sound = Mode(mask_id=draft.mask_id)
-    expected = accepted_tokens(valid, draft, sound)
+    expected = draft.accepted(valid, draft.sound)
     equal = _equal(valid, expected)
-    cause = None if equal >= EQUAL else _cause(valid, draft, sound, expected, report)
+    cause = None if equal >= EQUAL else _cause(valid, draft, expected, report)
     if (note := _long_texts(valid, expected, draft)) is not None:
         notes.append(note)
     seen = [each.accepted for each in valid]
@@ -113,9 +109,7 @@ def compare(rounds: Sequence[Round], draft: DraftModel, report: Callable[[str], 
     )  # fmt: skip
 
 
-def _cause(
-    rounds: Sequence[Round], draft: DraftModel, sound: Mode, expected: Sequence[int], report: Callable[[str], None]
-) -> str:
+def _cause(rounds: Sequence[Round], draft: AuditedDraft, expected: Sequence[int], report: Callable[[str], None]) -> str:
     """The fault that explains the rounds best, as a clause; or that none does."""
     equal = _equal(rounds, expected)
     sides = [
@@ -123,17 +117,17 @@ def _cause(
         for same in (False, True)
     ]
     some = [each for side in sides for each in side[:: max(1, -(-len(side) // (SCREENED // 2)))]]
-    screened: list[tuple[float, str, Mode]] = []
-    for name, mode in _faults(draft, sound):
+    screened: list[tuple[float, str, Any]] = []
+    for name, mode in draft.faults():
         report(f"drafting with a fault: {name.partition(':')[0]}")
-        screened.append((_equal(some, accepted_tokens(some, draft, mode)), name, mode))
+        screened.append((_equal(some, draft.accepted(some, mode)), name, mode))
     most = max(each.accepted for each in rounds)
-    shares = [(_equal(rounds, [0] * len(rounds)), _nothing_accepted(draft))]
+    shares = [(_equal(rounds, [0] * len(rounds)), _nothing_accepted(is_quantized=draft.is_quantized))]
     if most:
         fewer = f"fewer tokens: it drafts {most} tokens a round, not {draft.k}: set -k to what it drafts"
         shares.append((_equal(rounds, [min(accepted, most) for accepted in expected]), fewer))
     for _, name, mode in sorted(screened, key=lambda share: -share[0])[:FINALISTS]:
-        shares.append((_equal(rounds, accepted_tokens(rounds, draft, mode)), name))
+        shares.append((_equal(rounds, draft.accepted(rounds, mode)), name))
     best = max(share for share, _ in shares)
     words = "; or just as well: ".join(name for share, name in shares if share == best)
     agreement = f"as many tokens are accepted as here in {equal:.0%} of {len(rounds)} rounds"
@@ -143,63 +137,13 @@ def _cause(
     return f"{agreement}, and none of the faults that are known explains it{likest}"
 
 
-def _nothing_accepted(draft: DraftModel) -> str:
-    quantized = getattr(draft.model.config, "quantization_config", None) is not None
+def _nothing_accepted(*, is_quantized: bool) -> str:
     return (
         "no drafted token is ever accepted: the engine has not loaded the weights of the draft, "
-        + ("whose quantization it does not read" if quantized else "or has taken them apart (quantized, renamed)")
+        + ("whose quantization it does not read" if is_quantized else "or has taken them apart (quantized, renamed)")
         + ": look at its log, and serve the draft in bfloat16 (or it streams each token by itself, as llama.cpp does, "
         "so that rounds cannot be seen: then leave DRAFT out)"
     )
-
-
-def _faults(draft: DraftModel, sound: Mode) -> Iterator[tuple[str, Mode]]:
-    """Faults of engines, each as a clause and as a way to draft."""
-    if draft.mask_id is not None:
-        yield "one token a pass: the engine does not draft in parallel, set parallel_drafting", Mode(mask_id=None)
-        near = (draft.mask_id - 1, draft.mask_id + 1, 0, draft.model.config.vocab_size - 1)
-        others = dict.fromkeys((*draft.special, *near))
-        for token in others:
-            if token != draft.mask_id and 0 <= token < draft.model.config.vocab_size:
-                named = f"the mask token is {token}, not {draft.mask_id}: compare mask_token_id in both configs"
-                yield f"wrong mask: {named}", replace(sound, mask_id=token)
-        yield "masks at one position: the positions of the masks do not advance", replace(sound, advances=False)
-    yield "shift by one: drafts are read a row too early", replace(sound, shift=-1)
-    yield "shift by one: drafts are read a row too late", replace(sound, shift=1)
-    yield (
-        "random rows: ids that are no token are drafted, because rows that only fill the embedding up are random; let "
-        "`paradraft export` write the folder",
-        replace(sound, forbids=False),
-    )
-    yield "prompt unread: the draft reads only the answer, not the prompt", replace(sound, reads_prompt=False)
-    if getattr(draft.model.config, "quantization_config", None) is None:  # such weights are of the model that has them
-        for name, changes in _faults_of_config(draft.model.config):
-            yield name, replace(sound, changes=changes)
-
-
-def _faults_of_config(config: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Faults that a change of the config reproduces, with the same weights."""
-    kinds = getattr(config, "layer_types", None)
-    if getattr(config, "sliding_window", None) is not None and (kinds is None or "sliding_attention" in kinds):
-        yield (
-            "sliding window: its layers run as full attention, good up to the window and then not",
-            {"sliding_window": NO_WINDOW},
-        )
-    rope = getattr(config, "rope_parameters", None) or {}
-    is_by_kind = bool(rope) and all(isinstance(value, dict) for value in rope.values())  # a rope for each kind of layer
-    for theta in (10_000.0, 500_000.0, 1_000_000.0):
-        plain = {"rope_type": "default", "rope_theta": theta}
-        used = [rope[kind] for kind in set(kinds or ()) if kind in rope] if is_by_kind else [rope]
-        if any(plain.items() - each.items() for each in used):
-            yield (
-                f"wrong rope: the engine rotates with rope_theta={theta:g} and no scaling: compare rope_parameters",
-                {"rope_parameters": dict.fromkeys(rope, plain) if is_by_kind else plain},
-            )
-    if (layers := config.num_hidden_layers) > 1:
-        yield (
-            "layer off by one: the last layer of the draft is not run",
-            {"num_hidden_layers": layers - 1} | ({"layer_types": kinds[: layers - 1]} if kinds else {}),
-        )
 
 
 def _equal(rounds: Sequence[Round], expected: Sequence[int]) -> float:
@@ -211,7 +155,7 @@ def _shares(accepted: Sequence[int], k: int) -> tuple[float, ...]:
     return tuple(sum(count > position for count in accepted) / len(accepted) for position in range(k))
 
 
-def _long_texts(rounds: Sequence[Round], expected: Sequence[int], draft: DraftModel) -> str | None:
+def _long_texts(rounds: Sequence[Round], expected: Sequence[int], draft: AuditedDraft) -> str | None:
     """A sentence, if the draft is worse beyond the length of its training rows."""
     most = draft.training_rows
     if most is None:

@@ -8,51 +8,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from paradraft.audit.server.rounds import AuditedDraft, Round, accepted_of
+
+NO_WINDOW = 2**20
+"""Tokens of a sliding window that is longer than any text."""
 TOKENS_AT_ONCE, ROWS_AT_ONCE = 8192, 32
 """Limits of a pass; each row has a few rows of logits, of 600 kB each where a vocabulary is large."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Round:
-    """One pass of the target, as the server has streamed it.
-
-    Args:
-        prompt: how many tokens of `text` are the prompt.
-        text: the tokens before this pass.
-        following: the tokens of the answer from this pass on.
-    """
-
-    prompt: int
-    text: list[int]
-    following: list[int]
-    accepted: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftModel:
-    """A draft model, and how an engine should use it.
-
-    Args:
-        mask_id: its mask token; None for a model that drafts one token per pass.
-        known_ids: ids from there on are padding rows of the embedding.
-        special: further ids that an engine could take for the mask, such as the end of a text.
-        training_rows: most tokens of the rows that it was trained on; None if unknown.
-        is_k_known: whether an engine drafts `k` tokens; else `k` is an upper limit.
-    """
-
-    model: PreTrainedModel
-    k: int
-    mask_id: int | None
-    known_ids: int
-    special: tuple[int, ...] = ()
-    training_rows: int | None = None
-    is_k_known: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,21 +41,76 @@ class Mode:
     changes: dict[str, Any] = field(default_factory=dict)
 
 
-@torch.no_grad()
-def accepted_tokens(rounds: Sequence[Round], draft: DraftModel, mode: Mode) -> list[int]:
-    """Number of drafted tokens that the answers continue with, `[R]`."""
-    with _rebuilt(draft.model, mode.changes) as model:
-        texts = [each.text if mode.reads_prompt else each.text[each.prompt :] for each in rounds]
-        drafts_RK = (
-            _one_pass(model, texts, draft, mode) if mode.mask_id is not None else _passes(model, texts, draft, mode)
+@dataclass(frozen=True, kw_only=True)
+class DraftModel(AuditedDraft):
+    """A draft model, and how an engine should use it.
+
+    Args:
+        mask_id: its mask token; None for a model that drafts one token per pass.
+        known_ids: ids from there on are padding rows of the embedding.
+        special: further ids that an engine could take for the mask, such as the end of a text.
+        training_rows: most tokens of the rows that it was trained on; None if unknown.
+        is_k_known: whether an engine drafts `k` tokens; else `k` is an upper limit.
+    """
+
+    model: PreTrainedModel
+    k: int
+    mask_id: int | None
+    known_ids: int
+    special: tuple[int, ...] = ()
+    training_rows: int | None = None
+    is_k_known: bool = True
+
+    @property
+    def rows(self) -> int:
+        """See `AuditedDraft`."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def is_quantized(self) -> bool:
+        """See `AuditedDraft`."""
+        return getattr(self.model.config, "quantization_config", None) is not None
+
+    @property
+    def sound(self) -> Mode:
+        """See `AuditedDraft`."""
+        return Mode(mask_id=self.mask_id)
+
+    def with_k(self, k: int) -> DraftModel:
+        """See `AuditedDraft`."""
+        return replace(self, k=k)
+
+    @torch.no_grad()
+    def accepted(self, rounds: Sequence[Round], mode: Mode) -> list[int]:
+        """See `AuditedDraft`."""
+        with _rebuilt(self.model, mode.changes) as model:
+            texts = [each.text if mode.reads_prompt else each.text[each.prompt :] for each in rounds]
+            draft = _passes if mode.mask_id is None else _one_pass
+            return accepted_of(rounds, draft(model, texts, self, mode))
+
+    def faults(self) -> Iterator[tuple[str, Mode]]:
+        """See `AuditedDraft`."""
+        sound = self.sound
+        if self.mask_id is not None:
+            yield "one token a pass: the engine does not draft in parallel, set parallel_drafting", Mode(mask_id=None)
+            near = (self.mask_id - 1, self.mask_id + 1, 0, self.model.config.vocab_size - 1)
+            others = dict.fromkeys((*self.special, *near))
+            for token in others:
+                if token != self.mask_id and 0 <= token < self.model.config.vocab_size:
+                    named = f"the mask token is {token}, not {self.mask_id}: compare mask_token_id in both configs"
+                    yield f"wrong mask: {named}", replace(sound, mask_id=token)
+            yield "masks at one position: the positions of the masks do not advance", replace(sound, advances=False)
+        yield "shift by one: drafts are read a row too early", replace(sound, shift=-1)
+        yield "shift by one: drafts are read a row too late", replace(sound, shift=1)
+        yield (
+            "random rows: ids that are no token are drafted, because rows that only fill the embedding up are random; "
+            "let `paradraft export` write the folder",
+            replace(sound, forbids=False),
         )
-    accepted = []
-    for each, tokens in zip(rounds, drafts_RK, strict=True):
-        pairs = zip(tokens, each.following, strict=False)
-        accepted.append(
-            next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(each.following)))
-        )
-    return accepted
+        yield "prompt unread: the draft reads only the answer, not the prompt", replace(sound, reads_prompt=False)
+        if not self.is_quantized:  # such weights are of the model that has them
+            for name, changes in _faults_of_config(self.model.config):
+                yield name, replace(sound, changes=changes)
 
 
 def _one_pass(model: PreTrainedModel, texts: Sequence[list[int]], draft: DraftModel, mode: Mode) -> list[list[int]]:
@@ -172,3 +194,28 @@ def _rebuilt(model: PreTrainedModel, changes: dict[str, Any]) -> Iterator[PreTra
             parent, _, last = name.rpartition(".")
             other.get_submodule(parent).register_buffer(last, model.get_buffer(name), persistent=False)
     yield other.to(model.dtype).eval()
+
+
+def _faults_of_config(config: PretrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Faults that a change of the config reproduces, with the same weights."""
+    kinds = getattr(config, "layer_types", None)
+    if getattr(config, "sliding_window", None) is not None and (kinds is None or "sliding_attention" in kinds):
+        yield (
+            "sliding window: its layers run as full attention, good up to the window and then not",
+            {"sliding_window": NO_WINDOW},
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    is_by_kind = bool(rope) and all(isinstance(value, dict) for value in rope.values())  # a rope for each kind of layer
+    for theta in (10_000.0, 500_000.0, 1_000_000.0):
+        plain = {"rope_type": "default", "rope_theta": theta}
+        used = [rope[kind] for kind in set(kinds or ()) if kind in rope] if is_by_kind else [rope]
+        if any(plain.items() - each.items() for each in used):
+            yield (
+                f"wrong rope: the engine rotates with rope_theta={theta:g} and no scaling: compare rope_parameters",
+                {"rope_parameters": dict.fromkeys(rope, plain) if is_by_kind else plain},
+            )
+    if (layers := config.num_hidden_layers) > 1:
+        yield (
+            "layer off by one: the last layer of the draft is not run",
+            {"num_hidden_layers": layers - 1} | ({"layer_types": kinds[: layers - 1]} if kinds else {}),
+        )

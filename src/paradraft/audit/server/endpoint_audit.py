@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.audit.server.counters import Counters, counters_of, fault_of_counters
 from paradraft.audit.server.draft_causes import DraftComparison, compare, rounds_of
-from paradraft.audit.server.draft_passes import DraftModel
 from paradraft.audit.server.endpoint import AuditedServer, Served, ServerPrompt
 from paradraft.audit.server.findings import Read
 from paradraft.audit.server.prompt_causes import expected_ids, fault_of_prompt, fault_that_fits
+from paradraft.audit.server.rounds import AuditedDraft
 from paradraft.audit.server.served import ServedReport, fits, judge
 from paradraft.audit.server.tables import Reference
 from paradraft.text.chat_template import Message
@@ -27,7 +27,7 @@ def audit_endpoint(
     max_new_tokens: int,
     temperature: float,
     seed: int,
-    draft: DraftModel | None,
+    draft: AuditedDraft | None,
     draft_tokenizer: PreTrainedTokenizerBase | None,
     report: Callable[[str], None],
 ) -> ServedReport:
@@ -39,7 +39,7 @@ def audit_endpoint(
         samples: sampled answers per prompt, beside the greedy one.
         temperature: of the sampled answers.
         seed: of the first sampled answer; each has the next.
-        draft: the model that the server should draft with; None skips the check of its drafts.
+        draft: what the server should draft with; None skips the check of its drafts.
 
     Raises:
         ValueError: the server or the reference does not answer, or not as it must for an audit.
@@ -116,7 +116,7 @@ def _fault(
 
 def _drafting(
     greedy: Sequence[Read],
-    draft: DraftModel,
+    draft: AuditedDraft,
     counters: tuple[Counters | None, Counters | None],
     report: Callable[[str], None],
 ) -> DraftComparison:

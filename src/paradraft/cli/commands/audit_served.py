@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +16,9 @@ from paradraft.cli.values import key_in
 from paradraft.engine.speculation import Speculation
 from paradraft.export.engines import VLLM
 from paradraft.export.vllm import NOT_INSTALLED, installed_python, python_to_run, speculative_config
+from paradraft.formats.head import is_head, kind_of
 from paradraft.formats.pard import declared_mask_id
+from paradraft.formats.published_block import is_published_block, read_block
 from paradraft.serve.vllm import VllmServer
 from paradraft.sources.loading import (
     load_config,
@@ -25,16 +28,20 @@ from paradraft.sources.loading import (
     pocket_folder,
     tokenizer_for,
 )
+from paradraft.sources.target_loading import load_target
 from paradraft.text.chat_template import Message
 from paradraft.wording import number_of
 
 if TYPE_CHECKING:
+    from paradraft.audit.server.block_drafts import BlockDraft
     from paradraft.audit.server.draft_causes import DraftComparison
     from paradraft.audit.server.draft_passes import DraftModel
     from paradraft.audit.server.endpoint import AuditedServer
+    from paradraft.audit.server.rounds import AuditedDraft
     from paradraft.audit.server.served import ServedReport
     from paradraft.audit.server.tables import Reference
     from paradraft.cli.commands.audit import AuditArgs
+    from paradraft.models.target import Target
 
 SERVED_NAME = "target"
 """Model name of an engine that is started here."""
@@ -113,15 +120,20 @@ def audit_served(args: AuditArgs, *, is_k_given: bool) -> tuple[list[str], dict[
         end_ids=frozenset(end_ids(load_generation_config(folder), args.target)),
         rows=load_config(folder).get_text_config().vocab_size,
     )
-    draft = draft_tokenizer = None
-    if args.draft_folder is not None:
+    target = cache(partial(load_target, args.target, args.runtime))
+    draft: AuditedDraft | None = None
+    draft_tokenizer = None
+    if args.draft_folder is not None and _is_block(args.draft_folder):
+        draft = _block_draft(args, args.draft_folder, vocabulary, is_k_given, target())
+    elif args.draft_folder is not None:
         draft = _draft_model(args, args.draft_folder, vocabulary, is_k_given)
         draft_tokenizer = load_tokenizer(locate(args.draft_folder, "pard"))
     with console(stderr=True).status("preparing") as status, _address(args, status.update) as (url, model):
         server = vocabulary.server(url, model, args.api_key_env, "--api-key-env")
         report = audit_endpoint(
-            server, _reference(args, server, vocabulary, questions, status.update), questions, samples=args.seeds,
-            max_new_tokens=args.max_new_tokens, temperature=args.sampling.temperature or 1.0, seed=args.sampling.seed,
+            server, _reference(args, server, vocabulary, questions, target, status.update), questions,
+            samples=args.seeds, max_new_tokens=args.max_new_tokens,
+            temperature=args.sampling.temperature or 1.0, seed=args.sampling.seed,
             draft=draft, draft_tokenizer=draft_tokenizer, report=status.update,
         )  # fmt: skip
     settings = {
@@ -144,8 +156,10 @@ def _address(args: AuditArgs, report: Callable[[str], None]) -> Iterator[tuple[s
     if installed_python(args.vllm_python) is None:
         raise ValueError(NOT_INSTALLED)
     folder, draft = locate(args.target, "target"), locate(args.draft_folder, "pard")
-    is_parallel = declared_mask_id(load_config(draft)) is not None
-    speculation = Speculation(drafter="pard" if is_parallel else "autoregressive", draft=draft, k=args.speculation.k)
+    drafter = "dflash"
+    if not _is_block(draft):
+        drafter = "autoregressive" if declared_mask_id(load_config(draft)) is None else "pard"
+    speculation = Speculation(drafter=drafter, draft=draft, k=args.speculation.k)
     speculative = speculative_config(speculation, folder)
     with closing(bound("127.0.0.1", 0)) as free:
         url = url_of(free)
@@ -171,6 +185,7 @@ def _reference(
     server: AuditedServer,
     vocabulary: Vocabulary,
     prompts: list[str | list[Message]],
+    loaded: Callable[[], Target],
     report: Callable[[str], None],
 ) -> Reference:
     """The other server, or the target, loaded here."""
@@ -178,24 +193,39 @@ def _reference(
     from paradraft.audit.server.tables import ModelReference, ServerReference
     from paradraft.engine.request import requests_of
     from paradraft.sampling_params import GREEDY
-    from paradraft.sources.target_loading import load_target
 
     if args.reference_endpoint is not None:
         model, key_env = args.reference_model or server.model, args.reference_api_key_env
         other = vocabulary.server(args.reference_endpoint, model, key_env, "--reference-api-key-env")
         return ServerReference(endpoint=other)
     report("loading the target, which the answers are compared with")
-    target = load_target(args.target, args.runtime)
+    target = loaded()
     rows = [expected_ids(prompt, vocabulary.tokenizer) for prompt in prompts]
     requests_of(target, rows, args.max_new_tokens, GREEDY)  # raises ValueError
     return ModelReference(target.lm)
+
+
+def _is_block(draft: str) -> bool:
+    folder = locate(draft, "pard")
+    return kind_of(folder) == "dflash" if is_head(folder) else is_published_block(load_config(folder))
+
+
+def _block_draft(args: AuditArgs, draft: str, vocabulary: Vocabulary, is_k_given: bool, target: Target) -> BlockDraft:
+    """Loads the server's block drafter; raises ValueError if it is for another target."""
+    from paradraft.audit.server.block_drafts import BlockDraft
+    from paradraft.audit.server.draft_causes import special_ids
+
+    return BlockDraft(
+        target=target, head=read_block(locate(draft, "dflash"), "dflash", target.lm.model.config),
+        runtime=args.runtime, k=args.speculation.k, is_k_known=is_k_given or args.engine is not None,
+        special=special_ids(vocabulary.tokenizer, vocabulary.end_ids),
+    )  # fmt: skip
 
 
 def _draft_model(args: AuditArgs, draft: str, vocabulary: Vocabulary, is_k_given: bool) -> DraftModel:
     """Loads the server's draft model; raises ValueError for a head that reads the target's hidden states."""
     from paradraft.audit.server.draft_causes import special_ids
     from paradraft.audit.server.draft_passes import DraftModel
-    from paradraft.formats.head import is_head
     from paradraft.formats.pard import RANK, TRAINED_LENGTH, mask_token_id
     from paradraft.sources.load_plan import Checkpoint, draft_plan
     from paradraft.sources.loading import load_model

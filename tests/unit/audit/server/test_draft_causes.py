@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from paradraft.audit.server.draft_causes import DraftComparison, _faults_of_config
-from paradraft.audit.server.draft_passes import DraftModel, _rebuilt
+from paradraft.audit.server.draft_causes import DraftComparison
+from paradraft.audit.server.draft_passes import DraftModel, _faults_of_config, _rebuilt
 from paradraft.audit.server.endpoint import AuditedServer
 from paradraft.audit.server.endpoint_audit import audit_endpoint
 from paradraft.audit.server.served import ServedReport
