@@ -101,14 +101,21 @@ STABLE = 0.8
 """Share of the steps after the warm-up in which `warmup_stable_decay` keeps the highest rate."""
 
 
+WITHOUT_MUON = "without_muon"
+"""Attribute of a module whose matrices AdamW trains too: one that corrects predictions, and begins at zero."""
+
+
 def hidden_and_rest(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     """Splits the trained parameters into the matrices between embedding and head, and all others."""
     hidden: list[torch.nn.Parameter] = []
     rest: list[torch.nn.Parameter] = []
+    others = {id(weight) for part in model.modules() if hasattr(part, WITHOUT_MUON) for weight in part.parameters()}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        is_hidden = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+        is_hidden = (
+            parameter.ndim == 2 and "embed" not in name and "lm_head" not in name and id(parameter) not in others
+        )
         (hidden if is_hidden else rest).append(parameter)
     return hidden, rest
 
@@ -153,7 +160,7 @@ class Optimizers:
         self._skipped = 0
         self._clip: Callable[[list[torch.nn.Parameter], float], Tensor | None] = torch.nn.utils.clip_grad_norm_
         self._optimizers: list[tuple[torch.optim.Optimizer, float]] = []
-        if muon_lr is None:
+        if muon_lr is None or not hidden:
             groups: list[dict[str, Any]] = [{"params": hidden, "weight_decay": weight_decay}, {"params": rest}]
             self._add(torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=0.0, fused=True), lr)
         else:

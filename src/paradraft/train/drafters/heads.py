@@ -90,6 +90,11 @@ class HeadRecipe(Recipe):
         return vocab_size
 
     @property
+    def trained_part(self) -> str | None:
+        """Name of the only part whose weights are trained; None for all."""
+        return None
+
+    @property
     def measured_with(self) -> str | None:
         """The target that decodes held-out prompts: `target`, which must be a copy of `model`, or else `model`."""
         return self.model if self.target is None else self.target
@@ -216,6 +221,9 @@ class HeadTrainee:
         self.notes = (*(objective.features.notes if recipe.caches_states else ()), needed.in_words)
         if recipe.start is not None:
             begin_with(objective, drafter, recipe.start)
+        if (part := recipe.trained_part) is not None:
+            for name, weight in objective.named_parameters():
+                weight.requires_grad_(name.startswith(f"{part}."))
         self._recipe = recipe
         self._config = {"model_type": drafter} | config
         self._drop = drop

@@ -28,7 +28,10 @@ from paradraft.train.objectives.batch import TrainingBatch
 from paradraft.train.objectives.objective import corrected
 from paradraft.train.objectives.selection import Selecting
 from paradraft.train.objectives.teacher import Teacher
+from paradraft.train.optimizers import WITHOUT_MUON
 
+PREFIXES = {PREVIOUS_TOKEN_RANK: "previous", MARKOV_RANK: "markov", SELECTOR_RANK: "selector"}
+"""Names of the heads' weights begin with these, by the settings of their ranks."""
 Head = Callable[[Tensor], Tensor]
 """Logits `[m, U]` of states `[m, D]`."""
 
@@ -55,6 +58,10 @@ class PathHeadRecipe(DraftHeadRecipe):
         description="rank of a head that decides between the 16 likeliest tokens by the one before; 0: none",
     )
 
+    head_only: bool = Field(
+        default=False, description="whether one of these heads alone is trained, and all else stays as in start"
+    )
+
     @property
     def path_ranks(self) -> dict[str, int]:
         """The rank of the head by its setting; empty for none."""
@@ -66,7 +73,17 @@ class PathHeadRecipe(DraftHeadRecipe):
         ranks = [f"{name}={rank}" for name in RANKS if (rank := getattr(self, name))]
         if len(ranks) > 1:
             raise ValueError(f"{', '.join(ranks)}: give one of the heads")
+        if self.head_only and (self.start is None or not self.path_ranks):
+            raise ValueError(
+                "head_only=true: give the drafter whose weights stay as start, and the rank of a head: one of "
+                + ", ".join(RANKS)
+            )
         return self
+
+    @property
+    def trained_part(self) -> str | None:
+        """See `HeadRecipe`."""
+        return PREFIXES[next(iter(self.path_ranks))] if self.head_only else None
 
     def path_parameters(self, config: PretrainedConfig) -> int:
         """How many weights the head has on a target of this config."""
@@ -92,6 +109,7 @@ class TrainedPathHead(ABC):
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, module
+        setattr(module, WITHOUT_MUON, True)
 
     @abstractmethod
     def read(self, hidden_SRD: Tensor, batch: TrainingBatch, embeddings_SND: Tensor) -> Tensor:
@@ -110,7 +128,7 @@ class PreviousToken(TrainedPathHead):
     """See `PreviousTokenHead`."""
 
     def __init__(self, head: PreviousTokenHead) -> None:
-        super().__init__("previous", head)
+        super().__init__(PREFIXES[PREVIOUS_TOKEN_RANK], head)
         self._head = head
 
     def read(self, hidden_SRD: Tensor, batch: TrainingBatch, embeddings_SND: Tensor) -> Tensor:
@@ -122,7 +140,7 @@ class Markov(TrainedPathHead):
     """See `MarkovHead`."""
 
     def __init__(self, head: MarkovHead, width: int) -> None:
-        super().__init__("markov", head)
+        super().__init__(PREFIXES[MARKOV_RANK], head)
         self._head, self._width = head, width
 
     def read(self, hidden_SRD: Tensor, batch: TrainingBatch, embeddings_SND: Tensor) -> Tensor:
@@ -140,7 +158,7 @@ class SelectorPath(TrainedPathHead):
     likeliest tokens, which are made of them, another."""
 
     def __init__(self, head: SelectorHead, width: int) -> None:
-        super().__init__("selector", head)
+        super().__init__(PREFIXES[SELECTOR_RANK], head)
         self._head, self._width = head, width
         self.select = self._scores
 
