@@ -367,3 +367,43 @@ def test_the_trained_draft_is_as_measured() -> None:
     """Guards the figures of a shipped draft against those of another one."""
     rows = table("benchmarks/README.md", *TRAINED_HEAD)
     assert [[name, *trained_cells(TRAINED[name])] for name, *_ in rows] == rows and len(rows) == len(TRAINED)
+
+
+TO_TAKE: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
+    "Qwen2.5-Coder 1.5B, `Q4_K_M`, two cores": (
+        "_epyc-avx512-2cores_2026-11-",
+        {
+            "`auto`: `suffix+recycle+pard` with the shipped draft": (
+                "qwen2.5-coder-1.5b-auto-{}28", "suffix+recycle+pard:k=6:lengths=expected:draft=build/d"
+            ),
+            "`suffix+recycle`": ("qwen2.5-coder-1.5b-auto-{}28", "suffix+recycle:lengths=expected"),
+            "`pard` alone": ("qwen2.5-coder-1.5b-auto-{}28", "pard:k=6:lengths=expected:draft=build/d"),
+            "the 0.5B file as it is, K = 3": (
+                "qwen2.5-coder-1.5b-pard-{}27",
+                "autoregressive:k=3:draft=build/real/qwen2.5-coder-0.5b-instruct.Q4_K_M.gguf",
+            ),
+        },
+    ),
+    "SmolLM2 135M, `Q4_1`, one core": (
+        "_epyc-avx512-1core_2026-11-",
+        {
+            "`dflash`, 300 steps, K = 6": ("smollm2-135m-dflash-{}29", "dflash:k=6"),
+            "`eagle_parallel`, 300 steps, K = 6": ("smollm2-135m-eagle_parallel-{}29", "eagle_parallel:k=6"),
+        },
+    ),
+}  # fmt: skip
+"""By model: what is the same in the names of its files, and by drafter the name of its file and its method in it."""
+
+
+def test_what_to_take_is_as_measured() -> None:
+    """Guards the table by which users choose: each cell is that of its file, beside plain decoding in the same run."""
+    tasks, rows = {"HumanEval": "humaneval-t0", "GSM8K": "gsm8k-t0", "chat": "chat-t0"}, []
+    for model, (day, drafters) in TO_TAKE.items():
+        rows.append([model, "", "", ""])
+        for drafter, (file, spec) in drafters.items():
+            found = [methods("real-" + file.format(task + day))[spec] for task in tasks.values()]
+            rows.append(
+                [drafter, *(f"{one['acceptance_length']:.2f} ({times(one['speedup_vs_ar'])})" for one in found)]
+            )
+    shown = table("docs/drafters.md", "tokens per target pass (speed)", *tasks)
+    assert shown == rows, "\n".join(f"| {' | '.join(row)} |" for row in rows)
