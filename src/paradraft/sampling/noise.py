@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,20 +40,53 @@ def gumbel_noise(seed: int | Tensor, positions_BN: Tensor, vocab_size: int) -> T
         return _gumbel(_uniform(seed, positions_BN, vocab_size))
     seeds = torch.as_tensor(seed)
     seeds_BN = (seeds[:, None] if seeds.ndim else seeds).expand(positions_BN.shape)
-    row_of = _rows(vocab_size)
+    return _kept(_rows(vocab_size), seeds_BN, positions_BN)
+
+
+class PositionNoise(NamedTuple):
+    """The noise of positions `[B, N]`, of which only some is computed.
+
+    Args:
+        seeds: `[B]`.
+    """
+
+    seeds: Tensor
+    positions: Tensor
+    vocab_size: int
+
+    @property
+    def starts(self) -> Tensor:
+        """`[B, N]` words at which the random numbers of the positions begin."""
+        return _start(self.seeds[:, None], self.positions)
+
+    def of(self, ids: Tensor | None) -> Tensor:
+        """`gumbel_noise` `[B, N, V]`; or `[B, N, C]` of token ids, `[C]` of all positions or `[B, N, C]`, but for the
+        rounding of its logarithms. On CPUs that of ids `[C]` is cached, so that the tensor must never change."""
+        if ids is None:
+            return gumbel_noise(self.seeds, self.positions, self.vocab_size)
+        if ids.ndim == 1 and ids.device.type == "cpu" and self.positions.numel():
+            return _kept(_rows(ids), self.seeds[:, None].expand(self.positions.shape), self.positions)
+        return _gumbel(_numbers(self.starts[..., None], ids.clamp(min=0)))
+
+
+def _kept(row_of: Callable[[int, int], Tensor], seeds_BN: Tensor, positions_BN: Tensor) -> Tensor:
     rows = [row_of(*key) for key in zip(seeds_BN.flatten().tolist(), positions_BN.flatten().tolist(), strict=True)]
-    return torch.stack(rows).view(*positions_BN.shape, vocab_size)
+    return torch.stack(rows).view(*positions_BN.shape, -1)
 
 
 @lru_cache(maxsize=8)
-def _rows(vocab_size: int) -> Callable[[int, int], Tensor]:
+def _rows(ids: int | Tensor) -> Callable[[int, int], Tensor]:
     """A function for the noise `[V]` of a seed and a position on a CPU, which caches the last rows.
 
     It uses NumPy, which has unsigned words: torch takes three times as long.
-    """
-    steps = np.arange(1, vocab_size + 1, dtype=np.uint64) * np.uint64(_GOLDEN & _WORD)
 
-    @lru_cache(maxsize=max(MOST_KEPT_BYTES // (8 * vocab_size), 1))
+    Args:
+        ids: V, or token ids.
+    """
+    numbers = np.arange(ids, dtype=np.uint64) if isinstance(ids, int) else ids.numpy().astype(np.uint64)
+    steps = (numbers + np.uint64(1)) * np.uint64(_GOLDEN & _WORD)
+
+    @lru_cache(maxsize=max(MOST_KEPT_BYTES // (8 * len(steps)), 1))
     def row(seed: int, position: int) -> Tensor:
         start = _mixed_word(_mixed_word(seed + _GOLDEN & _WORD) + (position + 1) * _GOLDEN & _WORD)
         bits = _mixed_words(steps + np.uint64(start))

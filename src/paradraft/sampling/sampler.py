@@ -29,7 +29,7 @@ from paradraft.sampling.distribution import (
 )
 from paradraft.sampling.drawing import token_at, without_replacement
 from paradraft.sampling.faster import Faster
-from paradraft.sampling.noise import gumbel_noise, seed_of, uniform_numbers, with_noise
+from paradraft.sampling.noise import PositionNoise, gumbel_noise, seed_of, uniform_numbers, with_noise
 from paradraft.signals import may_be_of_signal
 from paradraft.tree import ABSENT, MOST_CANDIDATES
 
@@ -202,9 +202,9 @@ class Sampler:
         nodes_1R = _consecutive(0, logits_BRV.shape[1], logits_BRV.device)
         return self.candidates_at(logits_BRV, depths_BR, count, paths_BRD, nodes_1R * _NODES)
 
-    def plain_draws(self, count: int, vocab_size: int) -> tuple[list[float], Tensor | None] | None:
-        """The inputs of a faster `candidates` at the first `count` positions: temperatures of the rows, and noise
-        `[B, count, V]` or None if all rows are greedy. None if some row has other settings."""
+    def plain_draws(self, count: int, vocab_size: int) -> tuple[list[float], PositionNoise | None] | None:
+        """The inputs of a faster `candidates` at the first `count` positions: temperatures of the rows, and their noise
+        or None if all rows are greedy. None if some row has other settings."""
         # Under the rejection rule random numbers belong to nodes, so trees must not depend on the other rows.
         if self.draws != "noise" or self._wants_confidence or self._has_paths:
             return None
@@ -214,7 +214,7 @@ class Sampler:
         if self._are_greedy:
             return temperatures, None
         positions_BR = self.lengths_B[:, None] + _consecutive(0, count, self.lengths_B.device)
-        return temperatures, gumbel_noise(self._seeds_B, positions_BR, vocab_size)
+        return temperatures, PositionNoise(self._seeds_B, positions_BR, vocab_size)
 
     def candidates_at(
         self, logits_BRV: Tensor, depths_BR: Tensor, count: int, paths: Tensor | None, streams: Tensor | int = 0

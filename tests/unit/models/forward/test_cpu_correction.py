@@ -14,6 +14,7 @@ from paradraft.models.forward.cpu.correction import NativeCorrection
 from paradraft.models.forward.cpu.drawing import PassOutputs
 from paradraft.sampling.distribution import best_token
 from paradraft.sampling.expansion import expanded
+from paradraft.sampling.noise import PositionNoise
 from paradraft.sampling.sampler import Sampler
 from paradraft.sampling_params import Sampling
 from paradraft.tree import ABSENT, Tree
@@ -49,7 +50,9 @@ class Case:
         self.correction = numbers(vocab, rank)
         self.logits = 3 * numbers(rows, places, vocab).float()
         self.reads = None if is_markov else numbers(rows, places - 1, rank).float()
-        self.noise = -torch.rand(rows, places, vocab, generator=generator, dtype=torch.float64).log().neg().log()
+        positions = torch.arange(places).repeat(rows, 1) + 7
+        self.position_noise = PositionNoise(torch.arange(rows) + 100 * seed, positions, vocab)
+        self.noise = self.position_noise.of(None)
 
     def memory_after(self, row: int, place: int, token: int, before: Tensor | None) -> Tensor:
         """The memory after a token at a place, and with which the next place is corrected."""
@@ -61,13 +64,13 @@ class Case:
 
     def native(self, temperatures: list[float], threads: int = 1) -> Tensor:
         chains = NativeCorrection(self.embedding, self.token, self.memory, self.correction)
-        noise = self.noise if any(temperatures) else None
+        noise = self.position_noise if any(temperatures) else None
         return chains.chains(PassOutputs((), self.logits, self.reads, temperatures, noise, threads))
 
     def trees(self, temperatures: list[float], budget: int, threads: int = 1) -> list[Paths]:
         """What C++ draws."""
         native = NativeCorrection(self.embedding, self.token, self.memory, self.correction)
-        noise = self.noise if any(temperatures) else None
+        noise = self.position_noise if any(temperatures) else None
         outputs = PassOutputs((), self.logits, self.reads, temperatures, noise, threads)
         tokens, parents = native.trees(outputs, number=budget, budget=budget)
         return [paths_of(*row) for row in zip(tokens.tolist(), parents.tolist(), strict=True)]
@@ -243,7 +246,7 @@ def test_of_a_head_with_some_ids_only_these_are_drafted(temperatures: list[float
     others = torch.ones(400, dtype=torch.bool).index_fill(0, ids, False)
     some = NativeCorrection(case.embedding, case.token, case.memory, case.correction[ids], ids)
     case.logits[..., others] = math.nan
-    noise = case.noise.masked_fill(others, math.inf) if any(temperatures) else None
+    noise = case.position_noise if any(temperatures) else None
     outputs = PassOutputs((), case.logits, case.reads, temperatures, noise, 1)
     chains, (tokens, parents) = some.chains(outputs), some.trees(outputs, number=9, budget=9)
     case.logits[..., others] = -math.inf
@@ -269,8 +272,11 @@ def test_noise_is_that_of_the_sampler() -> None:
     logits = torch.randn(3, 6, 1500, generator=torch.Generator().manual_seed(1))
     plain = sampler.plain_draws(6, 1500)
     assert plain is not None
-    temperatures, noise = plain
-    assert temperatures == [0.0, 0.7, 1.3] and noise is not None
+    temperatures, of_positions = plain
+    assert temperatures == [0.0, 0.7, 1.3] and of_positions is not None
+    noise, some = of_positions.of(None), torch.tensor([7, 900, 1499])
+    assert torch.equal(of_positions.of(some), noise[..., some]) and torch.equal(of_positions.of(some), noise[..., some])
+    assert (of_positions.of(some.expand(3, 6, 3)) - noise[..., some]).abs().max() < 1e-12
     expected = sampler.candidates(logits, 0, 1).tokens[:, :, 0]
     for row, temperature in enumerate(temperatures):
         scores = (logits[row] / temperature).double() + noise[row] if temperature else logits[row]

@@ -48,12 +48,10 @@ class Correction(PathHead):
     def _remember(self, tokens_BW: Tensor, read_B1X: Tensor | None, before_BWX: Tensor | None) -> Tensor:
         """`[B, W, X]` memories after tokens, from what is read of their depth and the memories before, if any."""
 
-    def _corrected(self, logits: Tensor, memories: Tensor) -> Tensor:
-        """The logits `[…, V]` after memories `[…, X]`."""
-        added = self._correction(memories)
-        if self._ids_U is None:
-            return logits + added
-        return logits.expand(*added.shape[:-1], -1).index_add(-1, self._ids_U, added.to(logits.dtype))
+    def _correct(self, logits: Tensor, memories: Tensor) -> Tensor:
+        """Changes the logits `[…, V]` to those after memories `[…, X]`."""
+        added = self._correction(memories).to(logits.dtype)
+        return logits.add_(added) if self._ids_U is None else logits.index_add_(-1, self._ids_U, added)
 
     def _first_and_later(
         self, anchors: Sequence[int], logits_BKV: Tensor, reads: Tensor | None
@@ -64,7 +62,8 @@ class Correction(PathHead):
             before_BWX = gathered(memories.pop(), slot_BW) if memories else None
             read_B1X = None if reads is None else reads[:, depth - 1, None]
             memories.append(self._remember(new_BW, read_B1X, before_BWX))
-            return self._corrected(logits_BKV[:, depth, None], memories[0])
+            before_BWV = logits_BKV[:, depth, None].expand(-1, new_BW.shape[1], -1).clone()
+            return self._correct(before_BWV, memories[0])
 
         return logits_BKV[:, :1], expand
 

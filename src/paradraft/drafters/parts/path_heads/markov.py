@@ -68,5 +68,5 @@ class MarkovCorrection(Correction):
 
     def _after_anchors(self, anchors: Sequence[int], logits_BKV: Tensor) -> Tensor:
         memories_BX = nn.functional.embedding(upload(list(anchors), logits_BKV.device), self._embedding)
-        logits_BKV[:, 0] = self._corrected(logits_BKV[:, 0], memories_BX)
+        self._correct(logits_BKV[:, 0], memories_BX)
         return logits_BKV

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +21,19 @@ class Places(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "places")),
-        *((name, ctypes.c_void_p) for name in ("logits", "reads", "temperatures", "noise")),
+        *((name, ctypes.c_void_p) for name in ("logits", "reads", "temperatures", "noise", "starts", "ids")),
     )
+
+
+class Noise(Protocol):
+    """The noise of positions, see `paradraft.sampling.noise`."""
+
+    @property
+    def starts(self) -> Tensor:
+        """`[B, K]` int64 words at which the random numbers of the positions begin."""
+
+    def of(self, ids: Tensor | None) -> Tensor:
+        """Float64 `[B, K, V]`, or of ids `[U]` or `[B, K, C]`."""
 
 
 class PassOutputs(NamedTuple):
@@ -33,7 +44,7 @@ class PassOutputs(NamedTuple):
         logits: `[B, K, V]` float32.
         reads: `[B, …, X]` what a head reads of the states, see the heads.
         temperatures: of the rows; 0 is greedy.
-        noise: `[B, K, V]` float64; None if all rows are greedy.
+        noise: None if all rows are greedy.
         threads: most threads.
     """
 
@@ -41,7 +52,7 @@ class PassOutputs(NamedTuple):
     logits: Tensor
     reads: Tensor | None
     temperatures: Sequence[float]
-    noise: Tensor | None
+    noise: Noise | None
     threads: int
 
 
@@ -56,12 +67,12 @@ class NativePathHead(ABC):
     TREES: str
 
     @abstractmethod
-    def _arguments(self, outputs: PassOutputs) -> Arguments: ...
+    def _arguments(self, outputs: PassOutputs, *, is_tree: bool) -> Arguments: ...
 
     def chains(self, outputs: PassOutputs) -> Tensor:
         """The tokens `[B, K]`; `INVALID` where logits are NaN or the largest is infinite."""
         tokens_BK = torch.empty(outputs.logits.shape[:2], dtype=torch.long, device="cpu")
-        arguments, kept = self._arguments(outputs)
+        arguments, kept = self._arguments(outputs, is_tree=False)
         getattr(library(), self.CHAINS)(*arguments, tokens_BK.data_ptr(), outputs.threads)
         del kept
         return tokens_BK
@@ -78,7 +89,7 @@ class NativePathHead(ABC):
         """
         rows, _, most = outputs.logits.shape
         nodes = torch.empty(2, rows, budget, dtype=torch.long, device="cpu")
-        arguments, kept = self._arguments(outputs)
+        arguments, kept = self._arguments(outputs, is_tree=True)
         getattr(library(), self.TREES)(
             *arguments, min(number, most), budget, nodes[0].data_ptr(), nodes[1].data_ptr(), outputs.threads
         )
@@ -86,21 +97,31 @@ class NativePathHead(ABC):
         return nodes[0], nodes[1]
 
 
-def places_of(outputs: PassOutputs, logits_BKX: Tensor) -> tuple[Places, list[object]]:
+def places_of(
+    outputs: PassOutputs, logits_BKX: Tensor, ids: Tensor | None, *, all_noise: bool
+) -> tuple[Places, list[object]]:
     """The positions, and objects that must live while the library reads them.
 
     Args:
         logits_BKX: of all tokens, or of some.
+        ids: of these, `[X]` or `[B, K, X]`; None for all.
+        all_noise: or only where its random numbers begin.
     """
-    (B, K, _), noise = outputs.logits.shape, outputs.noise
+    B, K, _ = outputs.logits.shape
     assert outputs.logits.dtype == logits_BKX.dtype == torch.float32 and len(outputs.temperatures) == B
-    assert noise is not None or not any(outputs.temperatures)
-    assert noise is None or (noise.shape == outputs.logits.shape and noise.dtype == torch.float64)
+    assert outputs.noise is not None or not any(outputs.temperatures)
+    noise, starts_BK = None, None
+    if outputs.noise is not None and all_noise:
+        noise = outputs.noise.of(ids).contiguous()
+        assert noise.shape == logits_BKX.shape and noise.dtype == torch.float64
+    elif outputs.noise is not None:
+        starts_BK = outputs.noise.starts.contiguous()
+        assert starts_BK.shape == (B, K) and (ids is None or (ids.ndim == 1 and ids.is_contiguous()))
     logits, reads = logits_BKX.contiguous(), None if outputs.reads is None else outputs.reads.float().contiguous()
-    noise = None if noise is None else noise.contiguous()
     temperatures_B = (ctypes.c_float * B)(*outputs.temperatures)
     places = Places(
         rows=B, places=K, logits=logits.data_ptr(), reads=None if reads is None else reads.data_ptr(),
         temperatures=ctypes.addressof(temperatures_B), noise=None if noise is None else noise.data_ptr(),
+        starts=None if starts_BK is None else starts_BK.data_ptr(), ids=None if ids is None else ids.data_ptr(),
     )  # fmt: skip
-    return places, [logits, reads, noise, temperatures_B]
+    return places, [logits, reads, noise, starts_BK, ids, temperatures_B]

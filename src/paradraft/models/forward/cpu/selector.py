@@ -41,13 +41,13 @@ class NativeSelector(NativePathHead):
         self._selector = _Selector(X, V, few, self._before.data_ptr(), self._chosen.data_ptr())
         library()
 
-    def _arguments(self, outputs: PassOutputs) -> Arguments:
+    def _arguments(self, outputs: PassOutputs, *, is_tree: bool) -> Arguments:
         B, K, V = outputs.logits.shape
         assert outputs.logits.dtype == torch.float32 and V == self._selector.vocabulary and len(outputs.anchors) == B
         assert outputs.reads is not None and outputs.reads.shape == (B, K, self._selector.rank)
         all_BK = torch.zeros(B, K, dtype=torch.long, device="cpu")
         ids_BKC, logits_BKC = likeliest(outputs.logits, all_BK, self._selector.few, threads=outputs.threads)
-        places, kept = places_of(outputs, logits_BKC)
+        places, kept = places_of(outputs, logits_BKC, ids_BKC, all_noise=True)
         anchors_B = (ctypes.c_int64 * B)(*outputs.anchors)
         arguments = [ctypes.byref(self._selector), ctypes.byref(places), ids_BKC.data_ptr(), anchors_B]
         return arguments, [places, ids_BKC, anchors_B, *kept]

@@ -8,6 +8,7 @@
 
 #include "drawing.h"
 #include "gemm.h"
+#include "noise.h"
 #include "team.h"
 
 /// The previous-token head; or the Markov head, without `token`, `memory` and `reads`, whose memories are embeddings.
@@ -67,10 +68,34 @@ static void remember(const Correction& model, const Places& given, const Nodes& 
     for (float& memory : memories) memory /= 1.0f + std::exp(-memory); // SiLU
 }
 
-/// Takes the best of a panel's outputs, `corrections` of their logits for a row, or none.
-static void look_through(
-    const Places& given, int64_t row, int64_t at, const Outputs& outputs, const float* corrections, Best& best
+/// Takes the best of scaled logits with the noise of a row's place, which is computed only where it can be the best's.
+static void take_noised(
+    const Places& given, int64_t row, int64_t place, const Outputs& outputs, const double* scaled, Best& best
 ) {
+    uint64_t start = given.starts[row * given.places + place], bits[N_TILE];
+    double highest = -INFINITY;
+    bool are_numbers = true, is_any = false;
+    for (int64_t i = 0; i < outputs.count; i++) {
+        highest = std::max(highest, scaled[i]);
+        are_numbers &= scaled[i] == scaled[i];
+    }
+    double near = NEAR * std::max(1.0, std::abs(best.score));
+    uint64_t fewest = best.score > -INFINITY ? fewest_bits(best.score - 2 * near - highest) : 0;
+    if (are_numbers && fewest >> 52) return;
+    for (int64_t i = 0; i < outputs.count; i++)
+        bits[i] = bits_of(start, given.ids ? given.ids[outputs.first + i] : outputs.first + i);
+    for (int64_t i = 0; i < outputs.count; i++) is_any |= bits[i] >= fewest;
+    if (are_numbers && !is_any) return;
+    for (int64_t i = 0; i < outputs.count; i++)
+        if (!are_numbers || bits[i] >= fewest) best.take(scaled[i] + noise_of(bits[i]), outputs.first + i);
+}
+
+/// Takes the best of a panel's outputs, `corrections` of their logits for a row's place, or none.
+static void look_through(
+    const Correction& model, const Places& given, int64_t row, int64_t place, const Outputs& outputs,
+    const float* corrections, Best& best
+) {
+    int64_t at = logits_at(model, given, row, place);
     const float* logits = given.logits + at + outputs.first;
     float temperature = given.temperatures[row];
     alignas(64) float corrected[N_TILE];
@@ -79,8 +104,8 @@ static void look_through(
     if (temperature == 0.0f)
         for (int64_t i = 0; i < outputs.count; i++) scores[i] = corrected[i];
     else {
-        const double* noise = given.noise + at + outputs.first;
-        for (int64_t i = 0; i < outputs.count; i++) scores[i] = double(corrected[i] / temperature) + noise[i];
+        for (int64_t i = 0; i < outputs.count; i++) scores[i] = corrected[i] / temperature;
+        return take_noised(given, row, place, outputs, scores, best);
     }
     std::fill(scores + outputs.count, scores + N_TILE, -INFINITY);
     // Most panels have nothing better than what was found before; these are gone through lane by lane.
@@ -125,8 +150,7 @@ void draw_chains(const Correction* model, const Places* given, int64_t* tokens, 
                 for (int64_t panel = some.first; panel < some.last; panel++) {
                     Outputs outputs(model->correction, panel);
                     auto look = [&](int64_t row, const float* sums) {
-                        int64_t at = logits_at(*model, *given, row, place);
-                        look_through(*given, row, at, outputs, sums, best[worker * rows + row]);
+                        look_through(*model, *given, row, place, outputs, sums, best[worker * rows + row]);
                     };
                     if (place)
                         multiply(model->correction, panel, memories.data(), rows, look);

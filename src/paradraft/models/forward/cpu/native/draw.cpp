@@ -10,6 +10,7 @@
 #include <functional>
 #include <vector>
 
+#include "noise.h"
 #include "team.h"
 
 /// How a row's tokens are chosen.
@@ -22,29 +23,8 @@ struct Choice {
 constexpr int64_t INVALID = -2, UNDECIDED = -3;  // tokens: of logits that are no numbers; that roundings could change
 constexpr int64_t ABSENT = -1;                   // padding of tokens
 constexpr int64_t CHUNK = 256;                   // tokens whose highest logit is remembered
-constexpr double MOST_NOISE = 36.75;             // of the largest uniform number, 1 - 2^-53
-constexpr double LEAST_NOISE = -3.62;            // of the smallest, 2^-53
-constexpr double NEAR = 1e-9;                    // scores that are no further apart may be in either order
 constexpr double NEAR_SHARES = 1e-4;             // and sums of probabilities
 constexpr double FAR = 32.0;                     // tokens so far below the likeliest add less than a billionth to them
-constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15u; // SplitMix64, as in noise.py
-
-static inline uint64_t mixed(uint64_t z) {
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
-    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
-    return z ^ z >> 31;
-}
-
-/// The noise of the upper 52 bits of a word.
-static inline double noise_of(uint64_t bits) { return -std::log(-std::log((bits + 0.5) * 0x1p-52)); }
-
-/// Bits below this have less noise than `noise`; 2^52 if all have.
-static uint64_t fewest_bits(double noise) {
-    if (noise < LEAST_NOISE) return 0;
-    if (noise > MOST_NOISE) return uint64_t(1) << 52;
-    double bits = std::exp(-std::exp(-noise)) * (1 - 1e-12) * 0x1p52 - 4; // never too many, however it is rounded
-    return bits < 0 ? 0 : uint64_t(bits);
-}
 
 /// A token and its scaled logit. Tokens are in the order in which a nucleus takes them.
 struct Scaled {
@@ -233,7 +213,7 @@ class Position {
             if (found > score) score = found, best = one;
         };
         auto near = [&] { return NEAR * std::max(1.0, std::abs(score)); };
-        take(likeliest.token, mixed(start + uint64_t(likeliest.token + 1) * GOLDEN) >> 12);
+        take(likeliest.token, bits_of(start, likeliest.token));
         uint64_t bits[CHUNK];
         for (int64_t chunk = 0; chunk < (int64_t)highest.size(); chunk++) {
             if (highest[chunk] < lowest) continue;

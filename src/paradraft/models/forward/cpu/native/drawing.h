@@ -16,7 +16,9 @@ struct Places {
     const float* logits;       // [B, K, V] before any correction
     const float* reads;        // [B, K - 1, X], what the states of the later places add to their memories; or null
     const float* temperatures; // [B]; 0 takes the likeliest token
-    const double* noise;       // [B, K, V], or null; greedy rows have none
+    const double* noise;       // [B, K, V] as of the logits, or null; greedy rows have none
+    const uint64_t* starts;    // [B, K], where the random numbers of positions begin, in place of all noise; or null
+    const int64_t* ids;        // [V] of the tokens, for these numbers; null for 0, 1, …
 };
 
 constexpr int64_t INVALID = -2, ABSENT = -1; // tokens: of logits that are no numbers; of no node

@@ -41,17 +41,17 @@ static void score(
     }
 }
 
-/// The noise of a row's place; null for none.
+/// The noise of the likeliest tokens of a row's place; null for none.
 static const double* noise_at(const Selector& model, const Places& given, int64_t row, int64_t place) {
     if (!given.noise || !given.temperatures[row]) return nullptr;
-    return given.noise + (row * given.places + place) * model.vocabulary;
+    return given.noise + (row * given.places + place) * model.few;
 }
 
 extern "C" {
 
 /// Writes the tokens `[B, K]` of chains after anchors `[B]`, -2 where the logits are no numbers.
 ///
-/// The logits of `given` are those of the likeliest tokens, `likeliest` are these tokens, `[B, K, C]` both.
+/// Logits and noise of `given` are those of the likeliest tokens, `likeliest` are these tokens, `[B, K, C]` all.
 void select_chains(
     const Selector* model, const Places* given, const int64_t* likeliest, const int64_t* anchors, int64_t* tokens,
     int64_t threads
@@ -68,7 +68,7 @@ void select_chains(
                     Best best;
                     for (int64_t c = 0; c < few.count; c++) {
                         float temperature = noise ? given->temperatures[row] : 1.0f;
-                        best.take(double(scores[c] / temperature) + (noise ? noise[few.ids[c]] : 0.0), few.ids[c]);
+                        best.take(double(scores[c] / temperature) + (noise ? noise[c] : 0.0), few.ids[c]);
                     }
                     token = std::isfinite(best.score) ? best.token : INVALID;
                     tokens[row * given->places + place] = token;
@@ -97,7 +97,7 @@ void grow_selected(
                     float temperature = given->temperatures[row] ? given->temperatures[row] : 1.0f;
                     score(*model, *given, few, row, place, token, scores.data());
                     for (int64_t c = 0; c < few.count; c++)
-                        scores[c] = float(scores[c] / temperature + (noise ? noise[few.ids[c]] : 0.0));
+                        scores[c] = float(scores[c] / temperature + (noise ? noise[c] : 0.0));
                     tree.add_best(scores.data(), few.count, std::min(most, few.count), parent, place, few.ids);
                 };
                 add(-1, 0, anchors[row]);
