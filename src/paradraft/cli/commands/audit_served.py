@@ -13,7 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from paradraft.cli import options
 from paradraft.cli.terminal import console
 from paradraft.cli.values import key_in
+from paradraft.drafters import is_drafter, serving_of
 from paradraft.engine.speculation import Speculation
+from paradraft.export.block_engines import METHODS
 from paradraft.export.engines import VLLM
 from paradraft.export.vllm import NOT_INSTALLED, installed_python, python_to_run, speculative_config
 from paradraft.formats.head import is_head, kind_of
@@ -207,7 +209,9 @@ def _reference(
 
 def _is_block(draft: str) -> bool:
     folder = locate(draft, "pard")
-    return kind_of(folder) == "dflash" if is_head(folder) else is_published_block(load_config(folder))
+    if is_head(folder):
+        return is_drafter(kind := kind_of(folder)) and serving_of(kind).vllm in METHODS.values()
+    return is_published_block(load_config(folder))
 
 
 def _block_draft(args: AuditArgs, draft: str, vocabulary: Vocabulary, is_k_given: bool, target: Target) -> BlockDraft:

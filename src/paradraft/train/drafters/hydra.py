@@ -15,13 +15,12 @@ from paradraft.sources.loading import load_config, locate
 from paradraft.train.drafters.heads import (
     HeadObjective,
     HeadTrainee,
-    by_depth,
     check_memory,
     embedding_scale,
     states_before,
 )
 from paradraft.train.drafters.output_heads import MedusaWeights, trimmed_target
-from paradraft.train.objectives.batch import Drop, TrainingBatch
+from paradraft.train.objectives.batch import Drop, TrainingBatch, by_depth
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.trainee import RunData
 

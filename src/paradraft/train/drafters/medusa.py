@@ -22,12 +22,11 @@ from paradraft.train.drafters.heads import (
     CPU,
     HeadObjective,
     HeadTrainee,
-    by_depth,
     check_memory,
     states_before,
 )
 from paradraft.train.drafters.output_heads import MedusaWeights, trimmed_target
-from paradraft.train.objectives.batch import Drop, TrainingBatch
+from paradraft.train.objectives.batch import Drop, TrainingBatch, by_depth
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.trainee import RunData
 

@@ -207,3 +207,11 @@ def pack(samples: list[Sample], room: int) -> list[list[int]]:
         groups[target].append(index)
         used[target] += size
     return groups
+
+
+def by_depth(parts: list[Tensor], batch: TrainingBatch, like_SRD: Tensor) -> Tensor:
+    """Merges tensors `[m, D]`, one for the rows of each depth in their order, into `[S, R, D]`."""
+    merged_SRD = torch.zeros_like(like_SRD, dtype=parts[0].dtype)
+    for depth, part in enumerate(parts):
+        merged_SRD = merged_SRD.masked_scatter((batch.depths == depth)[:, :, None], part)
+    return merged_SRD
