@@ -274,3 +274,19 @@ def test_what_heads_win_and_cost_is_as_measured() -> None:
         in words
     )
     assert f"previous-token head {previous[0]} ({previous[1]}) and the Markov head {markov[0]} ({markov[1]})" in words
+
+
+def test_what_a_head_alone_wins_is_as_measured() -> None:
+    """Guards the table of heads that were trained alone in `docs/drafters.md`."""
+    page, rows = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8"), []
+    for temperature in ["0"]:
+        file = f"path-heads-alone-smollm2-135m-dflash-t{temperature}_epyc-avx512-1core_2026-11-30"
+        plain, alone = [], []
+        for drafts in raw(file)["temperatures"][temperature].values():
+            length, head = drafts["none"]["tokens_per_pass"], drafts["previous_token"]
+            gain, error = (100 * head[key] / length for key in ("gain", "gain_standard_error"))
+            plain.append(f"{length:.2f}")
+            alone.append(f"{head['tokens_per_pass']:.2f} ({gain:+.1f} ± {error:.1f} %)")
+        rows += [f"| no head, T = {temperature} | {' | '.join(plain)} |"]
+        rows += [f"| `previous_token_rank: 64`, trained alone | {' | '.join(alone)} |"]
+    assert "\n".join(rows) in page

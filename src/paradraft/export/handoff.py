@@ -39,7 +39,7 @@ from paradraft.formats.folder import whole_folder, write_model
 from paradraft.formats.head import Head, TargetIdentity, is_head, read_checkpoint
 from paradraft.formats.pard import CONFIG_KEYS, RANK, declare_masks, declared_mask_id
 from paradraft.formats.pard2 import reads_states
-from paradraft.formats.published_block import write_published
+from paradraft.formats.published_block import is_published_block, write_published
 from paradraft.models.names import POCKET
 from paradraft.models.runtime import Runtime
 from paradraft.sources.loading import load_config, load_generation_config, load_model, load_tokenizer, locate
@@ -165,11 +165,8 @@ def _hand_off_block(task: HandoffTask, head: Head, target_folder: str, out: Path
     if engine == GGUF:
         check_dtype(dtype)
     head = with_output_head(head, target_folder)
-    launch, speculative = None, None
-    if engine == TENSORRT:
-        speculative = tensorrt_block(settings, str(out), task.k)
-    else:
-        launch = launch_block(engine, architecture, served_as(task), str(out), task.k, gguf=FILE)
+    speculative = tensorrt_block(settings, str(out), task.k) if engine == TENSORRT else None
+    launch = None if speculative else launch_block(engine, architecture, served_as(task), str(out), task.k, gguf=FILE)
     with whole_folder(out) as new:
         if engine != GGUF:
             write_published(new, head, architecture, windows=engine == SGLANG)
@@ -191,6 +188,8 @@ def _hand_off_model(task: HandoffTask, folder: str, target_folder: str, out: Pat
     """Exports a PARD model or an ordinary draft model."""
     draft, target, engine = task.draft, task.target, task.engine
     config, target_config = load_config(folder), load_config(target_folder)
+    if is_published_block(config):
+        raise ValueError(f"{draft!r} is written for an engine already: export the folder that was trained")
     mask, masks = declared_mask_id(config), getattr(config, "pard_masks", 1)
     if mask is not None and masks > 1 and engine in PARALLEL:
         raise ValueError(

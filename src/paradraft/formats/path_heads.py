@@ -8,6 +8,8 @@ from __future__ import annotations
 PREVIOUS_TOKEN_RANK, MARKOV_RANK, SELECTOR_RANK = "previous_token_rank", "markov_rank", "selector_rank"
 RANKS = (PREVIOUS_TOKEN_RANK, MARKOV_RANK, SELECTOR_RANK)
 """The entries; the recipes' settings have these names too."""
+PREFIXES = {PREVIOUS_TOKEN_RANK: "previous", MARKOV_RANK: "markov", SELECTOR_RANK: "selector"}
+"""How the names of their weights begin, before a point, by entry."""
 MOST_RANK = 2**14
 """Largest rank; a head must be much smaller than the model."""
 MARKOV_EMBEDDING, MARKOV_OUTPUT = "markov.embedding.weight", "markov.output.weight"

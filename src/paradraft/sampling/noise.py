@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _WORD = 2**64 - 1
 MOST_KEPT_BYTES = 2**26
-"""Size of the noise cache on a CPU: a round needs the noise of most positions twice, to draft and to verify."""
+"""Size of a noise cache on a CPU: a round needs the noise of most positions twice, to draft and to verify."""
 FEWEST_KEPT = 1024
 """Smallest vocabulary whose noise is cached, row by row."""
 SPARSE = 1 / 16
@@ -43,6 +43,10 @@ def gumbel_noise(seed: int | Tensor, positions_BN: Tensor, vocab_size: int) -> T
     return _kept(_rows(vocab_size), seeds_BN, positions_BN)
 
 
+RowNoise = Callable[[int, int], Tensor]
+"""The noise of ids, from a seed and a position."""
+
+
 class PositionNoise(NamedTuple):
     """The noise of positions `[B, N]`, of which only some is computed.
 
@@ -60,31 +64,32 @@ class PositionNoise(NamedTuple):
         return _start(self.seeds[:, None], self.positions)
 
     def of(self, ids: Tensor | None) -> Tensor:
-        """`gumbel_noise` `[B, N, V]`; or `[B, N, C]` of token ids, `[C]` of all positions or `[B, N, C]`, but for the
-        rounding of its logarithms. On CPUs that of ids `[C]` is cached, so that the tensor must never change."""
+        """`gumbel_noise` `[B, N, V]`; or that of token ids `[B, N, C]`, but for the rounding of its logarithms."""
         if ids is None:
             return gumbel_noise(self.seeds, self.positions, self.vocab_size)
-        if ids.ndim == 1 and ids.device.type == "cpu" and self.positions.numel():
-            return _kept(_rows(ids), self.seeds[:, None].expand(self.positions.shape), self.positions)
         return _gumbel(_numbers(self.starts[..., None], ids.clamp(min=0)))
 
+    def kept(self, row_of: RowNoise) -> Tensor:
+        """`[B, N, U]` by rows, which may be kept from earlier rounds."""
+        return _kept(row_of, self.seeds[:, None].expand(self.positions.shape), self.positions)
 
-def _kept(row_of: Callable[[int, int], Tensor], seeds_BN: Tensor, positions_BN: Tensor) -> Tensor:
+
+def _kept(row_of: RowNoise, seeds_BN: Tensor, positions_BN: Tensor) -> Tensor:
     rows = [row_of(*key) for key in zip(seeds_BN.flatten().tolist(), positions_BN.flatten().tolist(), strict=True)]
     return torch.stack(rows).view(*positions_BN.shape, -1)
 
 
 @lru_cache(maxsize=8)
-def _rows(ids: int | Tensor) -> Callable[[int, int], Tensor]:
-    """A function for the noise `[V]` of a seed and a position on a CPU, which caches the last rows.
+def _rows(vocab_size: int) -> RowNoise:
+    return rows_of(np.arange(vocab_size))
+
+
+def rows_of(ids: np.ndarray[tuple[int], np.dtype[Any]]) -> RowNoise:
+    """A function for the noise `[U]` of ids at a seed and a position on a CPU, which caches the last rows.
 
     It uses NumPy, which has unsigned words: torch takes three times as long.
-
-    Args:
-        ids: V, or token ids.
     """
-    numbers = np.arange(ids, dtype=np.uint64) if isinstance(ids, int) else ids.numpy().astype(np.uint64)
-    steps = (numbers + np.uint64(1)) * np.uint64(_GOLDEN & _WORD)
+    steps = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN & _WORD)
 
     @lru_cache(maxsize=max(MOST_KEPT_BYTES // (8 * len(steps)), 1))
     def row(seed: int, position: int) -> Tensor:

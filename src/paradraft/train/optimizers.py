@@ -109,15 +109,17 @@ def hidden_and_rest(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], l
     """Splits the trained parameters into the matrices between embedding and head, and all others."""
     hidden: list[torch.nn.Parameter] = []
     rest: list[torch.nn.Parameter] = []
-    others = {id(weight) for part in model.modules() if hasattr(part, WITHOUT_MUON) for weight in part.parameters()}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        is_hidden = (
-            parameter.ndim == 2 and "embed" not in name and "lm_head" not in name and id(parameter) not in others
-        )
+        is_hidden = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
         (hidden if is_hidden else rest).append(parameter)
     return hidden, rest
+
+
+def without_muon(model: torch.nn.Module) -> set[int]:
+    """`id()` of the parameters of modules that say `WITHOUT_MUON`."""
+    return {id(weight) for part in model.modules() if hasattr(part, WITHOUT_MUON) for weight in part.parameters()}
 
 
 class Optimizers:
@@ -160,12 +162,13 @@ class Optimizers:
         self._skipped = 0
         self._clip: Callable[[list[torch.nn.Parameter], float], Tensor | None] = torch.nn.utils.clip_grad_norm_
         self._optimizers: list[tuple[torch.optim.Optimizer, float]] = []
-        if muon_lr is None or not hidden:
-            groups: list[dict[str, Any]] = [{"params": hidden, "weight_decay": weight_decay}, {"params": rest}]
-            self._add(torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=0.0, fused=True), lr)
-        else:
-            self._add(Muon(hidden, lr=muon_lr, weight_decay=weight_decay), muon_lr)
-            self._add(torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=0.0, fused=True), lr)
+        if muon_lr is not None:
+            others = without_muon(model)
+            if by_muon := [matrix for matrix in hidden if id(matrix) not in others]:
+                self._add(Muon(by_muon, lr=muon_lr, weight_decay=weight_decay), muon_lr)
+            hidden = [matrix for matrix in hidden if id(matrix) in others]
+        groups: list[dict[str, Any]] = [{"params": hidden, "weight_decay": weight_decay}, {"params": rest}]
+        self._add(torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=0.0, fused=True), lr)
 
     def _add(self, optimizer: torch.optim.Optimizer, lr: float) -> None:
         self._optimizers.append((optimizer, lr))

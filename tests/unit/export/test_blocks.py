@@ -314,6 +314,13 @@ def test_what_engines_do_not_compute_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_an_exported_folder_is_not_exported_again(family: Path, tmp_path: Path) -> None:
+    """Guards users who have a folder for one engine and want it for another: it looks like a small Qwen3."""
+    out = exported(family, trained(family, tmp_path / "head", "plain", steps=1), tmp_path / "out", "sglang")
+    with pytest.raises(ValueError, match="is written for an engine already: export the folder that was trained"):
+        exported(family, out, tmp_path / "again", "vllm")
+
+
 @pytest.mark.parametrize("kind", ["granite", "gemma3_text"])
 def test_targets_that_scale_are_refused(tmp_path: Path, kind: str) -> None:
     """Guards an engine that reads the target's embeddings unscaled."""

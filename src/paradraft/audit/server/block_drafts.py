@@ -13,7 +13,7 @@ from paradraft.core import Committed, Drafting, Request
 from paradraft.drafters.dflash import DFlashDrafter
 from paradraft.formats.block import BlockSettings
 from paradraft.formats.head import Head
-from paradraft.formats.path_heads import MARKOV_RANK, SELECTOR_RANK
+from paradraft.formats.path_heads import RANKS
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target
 
@@ -132,7 +132,7 @@ class BlockDraft(AuditedDraft):
                     f"wrong mask: the mask token is {token}, not {settings.mask_token_id}: compare mask_token_id",
                     mode(mask_token_id=token),
                 )
-        for rank, name in ((MARKOV_RANK, "Markov head"), (SELECTOR_RANK, "selector")):
+        for rank, name in zip(RANKS, ("previous-token head", "Markov head", "selector"), strict=True):
             if rank in config:
                 without = {key: entry for key, entry in config.items() if key != rank}
                 yield (

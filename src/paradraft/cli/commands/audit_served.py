@@ -15,9 +15,10 @@ from paradraft.cli.terminal import console
 from paradraft.cli.values import key_in
 from paradraft.drafters import is_drafter, serving_of
 from paradraft.engine.speculation import Speculation
-from paradraft.export.block_engines import METHODS
+from paradraft.export.block_engines import METHODS, check_k
 from paradraft.export.engines import VLLM
 from paradraft.export.vllm import NOT_INSTALLED, installed_python, python_to_run, speculative_config
+from paradraft.formats.block import BlockSettings
 from paradraft.formats.head import is_head, kind_of
 from paradraft.formats.pard import declared_mask_id
 from paradraft.formats.published_block import is_published_block, read_block
@@ -219,9 +220,13 @@ def _block_draft(args: AuditArgs, draft: str, vocabulary: Vocabulary, is_k_given
     from paradraft.audit.server.block_drafts import BlockDraft
     from paradraft.audit.server.draft_causes import special_ids
 
+    head = read_block(locate(draft, "dflash"), "dflash", target.lm.model.config)
+    settings, k, is_k_known = BlockSettings.of(head), args.speculation.k, is_k_given or args.engine is not None
+    if is_k_known:
+        check_k(settings, k, draft)
     return BlockDraft(
-        target=target, head=read_block(locate(draft, "dflash"), "dflash", target.lm.model.config),
-        runtime=args.runtime, k=args.speculation.k, is_k_known=is_k_given or args.engine is not None,
+        target=target, head=head, runtime=args.runtime, is_k_known=is_k_known or not settings.causal,
+        k=min(k, settings.k) if settings.causal else settings.k,
         special=special_ids(vocabulary.tokenizer, vocabulary.end_ids),
     )  # fmt: skip
 

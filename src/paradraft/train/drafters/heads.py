@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paradraft.data.samples import Sample
 from paradraft.formats.folder import whole_folder
-from paradraft.formats.head import Head, TargetIdentity, read_checkpoint, write_head
+from paradraft.formats.head import Head, TargetIdentity, write_head
 from paradraft.formats.vocab_map import D2T, T2D
 from paradraft.models.architectures import context_of
 from paradraft.models.forward import FINAL_NORM
@@ -31,6 +31,7 @@ from paradraft.sources.target_loading import load_target
 from paradraft.text.vocabulary import check_rows, used_rows
 from paradraft.train import memory
 from paradraft.train.drafters.kept_states import features_of
+from paradraft.train.drafters.starting import begin_with, train_only
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
 from paradraft.train.objectives.chunks import rows_at_once
 from paradraft.train.objectives.features import FeatureCache
@@ -209,15 +210,14 @@ class HeadTrainee:
     ) -> None:
         self.drafter, self.k, self.depths = drafter, recipe.k, recipe.depths
         self.objective = objective
+        self._config = {"model_type": drafter} | config
         self.max_tokens = context_of(objective.target.model.config)
         self.notes = (*(objective.features.notes if recipe.caches_states else ()), needed.in_words)
         if recipe.start is not None:
             begin_with(objective, drafter, recipe.start)
-        if (part := recipe.trained_part) is not None:
-            for name, weight in objective.named_parameters():
-                weight.requires_grad_(name.startswith(f"{part}."))
+            if (part := recipe.trained_part) is not None:
+                train_only(objective, part, self._config, recipe.start)
         self._recipe = recipe
-        self._config = {"model_type": drafter} | config
         self._drop = drop
 
     def collate(self, groups: list[list[Sample]], generators: list[list[torch.Generator]]) -> TrainingBatch:
@@ -245,31 +245,6 @@ class HeadTrainee:
             stored |= {D2T: vocab_map.d2t(), T2D: vocab_map.t2d(vocabulary)}
         with whole_folder(folder) as new:
             write_head(new, Head(config=self._config, target=self._identity, weights=stored))
-
-
-def begin_with(objective: HeadObjective, drafter: str, start: str) -> None:
-    """Copies the weights of a checkpoint that match by name and shape; all others keep their initial values.
-
-    Raises:
-        ValueError: it cannot be read, is of another target, or has none of these weights or some that are no numbers.
-    """
-    try:
-        head = read_checkpoint(locate(start, drafter))
-    except ValueError as error:
-        raise ValueError(f"start: {error}") from None
-    head.target.check(TargetIdentity.of(objective.target.model.config), start)
-    own = objective.state_dict()
-    matching = {
-        name: own[name] for name, weight in head.weights.items() if name in own and own[name].shape == weight.shape
-    }
-    if not matching:
-        raise ValueError(
-            f"start={start!r} has no weights that fit: name a drafter of the same size (layers, heads, prompt tokens)"
-        )
-    for name, weight in matching.items():
-        if not bool(head.weights[name].isfinite().all()):
-            raise ValueError(f"start={start!r}: {name} has NaN or infinite numbers: name an earlier checkpoint")
-        weight.copy_(head.weights[name])
 
 
 def frozen_target(recipe: HeadRecipe, data: RunData, *, has_gradients: bool = False, nf4: bool = False) -> Teacher:

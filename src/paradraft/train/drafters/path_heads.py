@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from paradraft.drafters.parts.path_heads.markov import MarkovHead
 from paradraft.drafters.parts.path_heads.previous_token import PreviousTokenHead, new_head
 from paradraft.drafters.parts.path_heads.selector import SelectorHead
-from paradraft.formats.path_heads import MARKOV_RANK, MOST_RANK, PREVIOUS_TOKEN_RANK, RANKS, SELECTOR_RANK
+from paradraft.formats.path_heads import MARKOV_RANK, MOST_RANK, PREFIXES, PREVIOUS_TOKEN_RANK, RANKS, SELECTOR_RANK
 from paradraft.models.output_head import sizes_of
 from paradraft.models.quantized import as_numbers
 from paradraft.train.drafters.heads import HeadObjective, HeadRecipe
@@ -30,8 +30,6 @@ from paradraft.train.objectives.selection import Selecting
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.optimizers import WITHOUT_MUON
 
-PREFIXES = {PREVIOUS_TOKEN_RANK: "previous", MARKOV_RANK: "markov", SELECTOR_RANK: "selector"}
-"""Names of the heads' weights begin with these, by the settings of their ranks."""
 Head = Callable[[Tensor], Tensor]
 """Logits `[m, U]` of states `[m, D]`."""
 
@@ -59,7 +57,8 @@ class PathHeadRecipe(DraftHeadRecipe):
     )
 
     head_only: bool = Field(
-        default=False, description="whether one of these heads alone is trained, and all else stays as in start"
+        default=False,
+        description="train only the head of one of these ranks: all other weights and settings are those of start",
     )
 
     @property
@@ -78,6 +77,8 @@ class PathHeadRecipe(DraftHeadRecipe):
                 "head_only=true: give the drafter whose weights stay as start, and the rank of a head: one of "
                 + ", ".join(RANKS)
             )
+        if self.head_only and self.optimizer != "adamw":
+            raise ValueError(f"optimizer={self.optimizer}: heads are trained by AdamW, set optimizer=adamw and lr")
         return self
 
     @property

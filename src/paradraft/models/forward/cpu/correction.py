@@ -14,6 +14,7 @@ from torch import Tensor
 from paradraft.models.forward.cpu.build import library
 from paradraft.models.forward.cpu.drawing import Arguments, NativePathHead, PassOutputs, places_of
 from paradraft.models.forward.cpu.matrix import Matrix, PackedMatrix
+from paradraft.sampling.noise import rows_of
 
 
 class _Correction(ctypes.Structure):
@@ -43,7 +44,7 @@ class NativeCorrection(NativePathHead):
         self, embedding: Tensor, token: Tensor | None, memory: Tensor | None, correction: Tensor,
         ids: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self._ids_U = ids
+        self._ids_U, self._rows = ids, None if ids is None else rows_of(ids.numpy())
         self._embedding = (embedding if ids is None else embedding[ids]).detach().contiguous()
         is_bfloat16 = embedding.dtype == torch.bfloat16
         assert is_bfloat16 or embedding.dtype == torch.float32, "other numbers would be read as these"
@@ -79,5 +80,10 @@ class NativeCorrection(NativePathHead):
         (B, K, V), reads, correction = outputs.logits.shape, outputs.reads, self._correction.correction
         assert correction.outputs == V and (reads is None) == (self._matrices[0] is None)
         assert reads is None or reads.shape == (B, K - 1, correction.inputs)
-        places, kept = places_of(outputs, outputs.logits, self._ids_U, all_noise=is_tree)
+        noise, starts_BK = None, None
+        if outputs.noise is not None and is_tree:
+            noise = outputs.noise.of(None) if self._rows is None else outputs.noise.kept(self._rows)
+        elif outputs.noise is not None:
+            starts_BK = outputs.noise.starts
+        places, kept = places_of(outputs, outputs.logits, noise, starts_BK, self._ids_U)
         return [ctypes.byref(self._correction), ctypes.byref(places)], [places, *kept]

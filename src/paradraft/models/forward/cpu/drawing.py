@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -33,7 +33,10 @@ class Noise(Protocol):
         """`[B, K]` int64 words at which the random numbers of the positions begin."""
 
     def of(self, ids: Tensor | None) -> Tensor:
-        """Float64 `[B, K, V]`, or of ids `[U]` or `[B, K, C]`."""
+        """Float64 `[B, K, V]`, or of ids `[B, K, C]`."""
+
+    def kept(self, row_of: Callable[[int, int], Tensor]) -> Tensor:
+        """Float64 `[B, K, U]` by a function for rows."""
 
 
 class PassOutputs(NamedTuple):
@@ -98,25 +101,25 @@ class NativePathHead(ABC):
 
 
 def places_of(
-    outputs: PassOutputs, logits_BKX: Tensor, ids: Tensor | None, *, all_noise: bool
-) -> tuple[Places, list[object]]:
+    outputs: PassOutputs, logits_BKX: Tensor, noise: Tensor | None, starts_BK: Tensor | None = None,
+    ids: Tensor | None = None,
+) -> tuple[Places, list[object]]:  # fmt: skip
     """The positions, and objects that must live while the library reads them.
 
     Args:
         logits_BKX: of all tokens, or of some.
-        ids: of these, `[X]` or `[B, K, X]`; None for all.
-        all_noise: or only where its random numbers begin.
+        noise: of these.
+        starts_BK: in place of it, where the random numbers of positions begin.
+        ids: `[X]` of these tokens, for such numbers; None for all.
     """
     B, K, _ = outputs.logits.shape
     assert outputs.logits.dtype == logits_BKX.dtype == torch.float32 and len(outputs.temperatures) == B
     assert outputs.noise is not None or not any(outputs.temperatures)
-    noise, starts_BK = None, None
-    if outputs.noise is not None and all_noise:
-        noise = outputs.noise.of(ids).contiguous()
-        assert noise.shape == logits_BKX.shape and noise.dtype == torch.float64
-    elif outputs.noise is not None:
-        starts_BK = outputs.noise.starts.contiguous()
-        assert starts_BK.shape == (B, K) and (ids is None or (ids.ndim == 1 and ids.is_contiguous()))
+    assert noise is None or (noise.shape == logits_BKX.shape and noise.dtype == torch.float64)
+    assert starts_BK is None or (starts_BK.shape == (B, K) and starts_BK.dtype == torch.int64)
+    assert ids is None or (ids.shape == logits_BKX.shape[2:] and ids.is_contiguous())
+    noise = None if noise is None else noise.contiguous()
+    starts_BK = None if starts_BK is None else starts_BK.contiguous()
     logits, reads = logits_BKX.contiguous(), None if outputs.reads is None else outputs.reads.float().contiguous()
     temperatures_B = (ctypes.c_float * B)(*outputs.temperatures)
     places = Places(

@@ -47,7 +47,8 @@ class NativeSelector(NativePathHead):
         assert outputs.reads is not None and outputs.reads.shape == (B, K, self._selector.rank)
         all_BK = torch.zeros(B, K, dtype=torch.long, device="cpu")
         ids_BKC, logits_BKC = likeliest(outputs.logits, all_BK, self._selector.few, threads=outputs.threads)
-        places, kept = places_of(outputs, logits_BKC, ids_BKC, all_noise=True)
+        noise = None if outputs.noise is None else outputs.noise.of(ids_BKC)
+        places, kept = places_of(outputs, logits_BKC, noise)
         anchors_B = (ctypes.c_int64 * B)(*outputs.anchors)
         arguments = [ctypes.byref(self._selector), ctypes.byref(places), ids_BKC.data_ptr(), anchors_B]
         return arguments, [places, ids_BKC, anchors_B, *kept]

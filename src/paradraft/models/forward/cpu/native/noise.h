@@ -20,7 +20,7 @@ static inline double noise_of(uint64_t bits) { return -std::log(-std::log((bits 
 
 /// Bits below this have less noise than `noise`; 2^52 if all have.
 static uint64_t fewest_bits(double noise) {
-    if (noise < LEAST_NOISE) return 0;
+    if (!(noise >= LEAST_NOISE)) return 0; // what is no number, too
     if (noise > MOST_NOISE) return uint64_t(1) << 52;
     double bits = std::exp(-std::exp(-noise)) * (1 - 1e-12) * 0x1p52 - 4; // never too many, however it is rounded
     return bits < 0 ? 0 : uint64_t(bits);
