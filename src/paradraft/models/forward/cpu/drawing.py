@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paradraft.models.forward.cpu.build import library
+from paradraft.sampling.noise import PositionNoise
 
 
 class Places(ctypes.Structure):
@@ -23,20 +24,6 @@ class Places(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "places")),
         *((name, ctypes.c_void_p) for name in ("logits", "reads", "temperatures", "noise", "starts", "ids")),
     )
-
-
-class Noise(Protocol):
-    """The noise of positions, see `paradraft.sampling.noise`."""
-
-    @property
-    def starts(self) -> Tensor:
-        """`[B, K]` int64 words at which the random numbers of the positions begin."""
-
-    def of(self, ids: Tensor | None) -> Tensor:
-        """Float64 `[B, K, V]`, or of ids `[B, K, C]`."""
-
-    def kept(self, row_of: Callable[[int, int], Tensor]) -> Tensor:
-        """Float64 `[B, K, U]` by a function for rows."""
 
 
 class PassOutputs(NamedTuple):
@@ -55,7 +42,7 @@ class PassOutputs(NamedTuple):
     logits: Tensor
     reads: Tensor | None
     temperatures: Sequence[float]
-    noise: Noise | None
+    noise: PositionNoise | None
     threads: int
 
 
