@@ -214,9 +214,9 @@ class HeadTrainee:
         self.max_tokens = context_of(objective.target.model.config)
         self.notes = (*(objective.features.notes if recipe.caches_states else ()), needed.in_words)
         if recipe.start is not None:
-            begin_with(objective, drafter, recipe.start)
+            head = begin_with(objective, drafter, recipe.start)
             if (part := recipe.trained_part) is not None:
-                train_only(objective, part, self._config, recipe.start)
+                train_only(objective, part, self._config, head, recipe.start)
         self._recipe = recipe
         self._drop = drop
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 from torch import Tensor, cat, nn
@@ -30,6 +30,7 @@ from paradraft.train.objectives.selection import Selecting
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.optimizers import WITHOUT_MUON
 
+Rank = Annotated[int, Field(ge=0, le=MOST_RANK)]
 Head = Callable[[Tensor], Tensor]
 """Logits `[m, U]` of states `[m, D]`."""
 
@@ -37,25 +38,15 @@ Head = Callable[[Tensor], Tensor]
 class PathHeadRecipe(DraftHeadRecipe):
     """Settings of trainings that may have one of these heads."""
 
-    previous_token_rank: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_RANK,
-        description="rank of the head that gives each mask the tokens drafted before it; 0: none",
+    previous_token_rank: Rank = Field(
+        default=0, description="rank of the head that gives each mask the tokens drafted before it; 0: none"
     )
-    markov_rank: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_RANK,
-        description="rank of a head that corrects each token by the one before, as engines read it; 0: none",
+    markov_rank: Rank = Field(
+        default=0, description="rank of a head that corrects each token by the one before, as engines read it; 0: none"
     )
-    selector_rank: int = Field(
-        default=0,
-        ge=0,
-        le=MOST_RANK,
-        description="rank of a head that decides between the 16 likeliest tokens by the one before; 0: none",
+    selector_rank: Rank = Field(
+        default=0, description="rank of a head that decides between the 16 likeliest tokens by the one before; 0: none"
     )
-
     head_only: bool = Field(
         default=False,
         description="train only the head of one of these ranks: all other weights and settings are those of start",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paradraft.formats.head import TARGET, TargetIdentity, read_checkpoint
+from paradraft.formats.head import TARGET, Head, TargetIdentity, read_checkpoint
 from paradraft.formats.path_heads import PREFIXES, RANKS
 from paradraft.formats.vocab_map import D2T
 from paradraft.sources.loading import locate
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from paradraft.train.drafters.heads import HeadObjective
 
 
-def begin_with(objective: HeadObjective, drafter: str, start: str) -> None:
-    """Copies the weights of a checkpoint that match by name and shape; all others keep their initial values.
+def begin_with(objective: HeadObjective, drafter: str, start: str) -> Head:
+    """Copies the weights of a checkpoint that match by name and shape; all others keep their initial values. Returns it.
 
     Raises:
         ValueError: it cannot be read, is of another target, or has none of these weights or some that are no numbers.
@@ -38,12 +38,12 @@ def begin_with(objective: HeadObjective, drafter: str, start: str) -> None:
         if not bool(head.weights[name].isfinite().all()):
             raise ValueError(f"start={start!r}: {name} has NaN or infinite numbers: name an earlier checkpoint")
         weight.copy_(head.weights[name])
+    return head
 
 
-def train_only(objective: HeadObjective, part: str, config: dict[str, Any], start: str) -> None:
-    """Freezes all weights but those of a part; raises ValueError if a checkpoint has not all others, or other settings
-    than `config`, or has weights that would be lost."""
-    head = read_checkpoint(locate(start, str(config["model_type"])))
+def train_only(objective: HeadObjective, part: str, config: dict[str, Any], head: Head, start: str) -> None:
+    """Freezes all weights but those of a part; raises ValueError if `head`, the checkpoint `start`, has not all others,
+    or other settings than `config`, or has weights that would be lost."""
     for key in config.keys() | head.config.keys():
         if key not in (*RANKS, TARGET) and config.get(key) != head.config.get(key):
             raise ValueError(
