@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def begin_with(objective: HeadObjective, drafter: str, start: str) -> Head:
-    """Copies the weights of a checkpoint that match by name and shape; all others keep their initial values. Returns it.
+    """Copies the weights of a checkpoint that match by name and shape; all others keep their initial values.
+
+    Returns:
+        The checkpoint.
 
     Raises:
         ValueError: it cannot be read, is of another target, or has none of these weights or some that are no numbers.
