@@ -166,7 +166,7 @@ def _hand_off_block(task: HandoffTask, head: Head, target_folder: str, out: Path
         check_dtype(dtype)
     head = with_output_head(head, target_folder)
     speculative = tensorrt_block(settings, str(out), task.k) if engine == TENSORRT else None
-    launch = None if speculative else launch_block(engine, architecture, served_as(task), str(out), task.k, gguf=FILE)
+    launch = None if speculative else launch_block(engine, architecture, _served_as(task), str(out), task.k, gguf=FILE)
     with whole_folder(out) as new:
         if engine != GGUF:
             write_published(new, head, architecture, windows=engine == SGLANG)
@@ -179,7 +179,7 @@ def _hand_off_block(task: HandoffTask, head: Head, target_folder: str, out: Path
         return _finished(task, new, out, drafter, notes, measured=head.name, launch=launch)
 
 
-def served_as(task: HandoffTask) -> str:
+def _served_as(task: HandoffTask) -> str:
     """The target in the command that starts the engine."""
     return locate(POCKET, "target") if task.target == POCKET else task.target
 
@@ -296,7 +296,7 @@ def _notes(config: PretrainedConfig, rows: int, engine: str, *, has_masks: bool)
 def _launch(task: HandoffTask, drafter: str, draft: str) -> str:
     """The command, or for `transformers` the code, that starts the engine."""
     engine, k = task.engine, task.k
-    model, folder = shlex.quote(served_as(task)), shlex.quote(draft)
+    model, folder = shlex.quote(_served_as(task)), shlex.quote(draft)
     if engine == VLLM:
         config = json.dumps(vllm_fixed(k, drafter, draft) or {})
         return f"vllm serve {model} --speculative-config {shlex.quote(config)}"

@@ -35,19 +35,11 @@ class BlockMode:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDraft(AuditedDraft):
-    """A block drafter.
-
-    Args:
-        special: further ids that an engine could take for the mask, such as the end of a text.
-    """
+    """A block drafter."""
 
     target: Target
     head: Head
     runtime: Runtime
-    k: int
-    is_k_known: bool
-    special: tuple[int, ...] = ()
-    training_rows: int | None = None
     _known: dict[tuple[int, ...], dict[int, Tensor]] = field(default_factory=dict)
 
     @property
@@ -64,10 +56,6 @@ class BlockDraft(AuditedDraft):
     def sound(self) -> BlockMode:
         """See `AuditedDraft`."""
         return BlockMode(head=self.head)
-
-    def with_k(self, k: int) -> BlockDraft:
-        """See `AuditedDraft`."""
-        return replace(self, k=k)
 
     @torch.no_grad()
     def accepted(self, rounds: Sequence[Round], mode: BlockMode) -> list[int]:

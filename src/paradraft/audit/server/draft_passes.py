@@ -43,23 +43,16 @@ class Mode:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftModel(AuditedDraft):
-    """A draft model, and how an engine should use it.
+    """A draft model.
 
     Args:
         mask_id: its mask token; None for a model that drafts one token per pass.
         known_ids: ids from there on are padding rows of the embedding.
-        special: further ids that an engine could take for the mask, such as the end of a text.
-        training_rows: most tokens of the rows that it was trained on; None if unknown.
-        is_k_known: whether an engine drafts `k` tokens; else `k` is an upper limit.
     """
 
     model: PreTrainedModel
-    k: int
     mask_id: int | None
     known_ids: int
-    special: tuple[int, ...] = ()
-    training_rows: int | None = None
-    is_k_known: bool = True
 
     @property
     def rows(self) -> int:
@@ -75,10 +68,6 @@ class DraftModel(AuditedDraft):
     def sound(self) -> Mode:
         """See `AuditedDraft`."""
         return Mode(mask_id=self.mask_id)
-
-    def with_k(self, k: int) -> DraftModel:
-        """See `AuditedDraft`."""
-        return replace(self, k=k)
 
     @torch.no_grad()
     def accepted(self, rounds: Sequence[Round], mode: Mode) -> list[int]:

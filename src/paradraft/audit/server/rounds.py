@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 
@@ -16,6 +16,7 @@ class Round:
         prompt: how many tokens of `text` are the prompt.
         text: the tokens before this pass.
         following: the tokens of the answer from this pass on.
+        accepted: how many of these are drafted tokens.
     """
 
     prompt: int
@@ -24,17 +25,21 @@ class Round:
     accepted: int
 
 
+@dataclass(frozen=True, kw_only=True)
 class AuditedDraft(ABC):
     """A draft, and how an engine should use it.
 
     Args:
-        k: tokens that are drafted a round; an upper limit without `is_k_known`.
+        k: tokens that are drafted a round.
+        is_k_known: whether an engine drafts as many; else `k` is an upper limit.
+        special: further ids that an engine could take for the mask, such as the end of a text.
         training_rows: most tokens of the rows that it was trained on; None if unknown.
     """
 
     k: int
-    is_k_known: bool
-    training_rows: int | None
+    is_k_known: bool = True
+    special: tuple[int, ...] = ()
+    training_rows: int | None = None
 
     @property
     @abstractmethod
@@ -51,9 +56,9 @@ class AuditedDraft(ABC):
     def sound(self) -> Any:
         """The way to draft without a fault."""
 
-    @abstractmethod
     def with_k(self, k: int) -> Self:
         """A copy that drafts k tokens."""
+        return replace(self, k=k)
 
     @abstractmethod
     def accepted(self, rounds: Sequence[Round], mode: Any) -> list[int]:
