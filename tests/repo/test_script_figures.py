@@ -290,3 +290,25 @@ def test_what_a_head_alone_wins_is_as_measured() -> None:
         rows += [f"| no head, T = {temperature} | {' | '.join(plain)} |"]
         rows += [f"| `previous_token_rank: 64`, trained alone | {' | '.join(alone)} |"]
     assert "\n".join(rows) in page
+
+
+def test_runs_of_the_last_heads_are_as_measured() -> None:
+    """Guards the speed and losses of a head's training in `docs/drafters.md`, and lengths on the pocket target."""
+    page = " ".join((ROOT / "docs" / "drafters.md").read_text(encoding="utf-8").split())
+    listed = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+
+    def lines(name: str) -> list[dict[str, float]]:
+        file = ROOT / "benchmarks" / f"{name}_epyc-avx512-1core_2026-11-30.jsonl"
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+    run = lines("training-smollm2-dflash-head")
+    speed = statistics.median(line["rows_per_s"] for line in run if "rows_per_s" in line)
+    _, first, second, last = (f"{line['loss']:.2f}" for line in run if "acceptance_length" in line)
+    assert f"a median of {speed:,.0f} rows/s" in page
+    assert f"from {first} after 500 steps to {second} and {last}," in page
+    losses = [line["loss"] for line in lines("training-pocket-dflash") if "acceptance_length" in line]
+    assert f"by {losses[-3] - losses[-1]:.2f} in the last 1,000 steps" in listed
+    for drafter, words in (("dflash", "{} and {} at T = 0, {} and {} at"), ("eagle_parallel", "{}, {}, {}, {}.")):
+        found = raw(f"lengths-pocket-{drafter}_epyc-avx512-1core_2026-11-30")["temperatures"]
+        of_one = [next(iter(one.values()))["tokens_per_pass"] for both in found.values() for one in both.values()]
+        assert words.format(*(f"{each:.2f}" for each in of_one)) in listed
