@@ -312,3 +312,29 @@ def test_runs_of_the_last_heads_are_as_measured() -> None:
         found = raw(f"lengths-pocket-{drafter}_epyc-avx512-1core_2026-11-30")["temperatures"]
         of_one = [next(iter(one.values()))["tokens_per_pass"] for both in found.values() for one in both.values()]
         assert words.format(*(f"{each:.2f}" for each in of_one)) in listed
+
+
+def test_what_beginnings_and_states_win_is_as_measured() -> None:
+    """Guards lengths of `pard2` and `eagle_parallel` in `docs/drafters.md`, and losses in `docs/decisions.md`."""
+    page, decisions = (
+        " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split()) for name in ("drafters.md", "decisions.md")
+    )
+    runs = raw("training-pocket-pard2_epyc-avx512-1core_2026-11-30")
+    ends = [
+        [f"{line['acceptance_length']:.2f}" for line in runs[name] if "acceptance_length" in line]
+        for name in ("with states", "without states", "at five times the rates")
+    ]
+    (before, _, states), (_, _, bare), (_, _, fast) = ends
+    assert states == before
+    words = f"{states} tokens a pass, greedy, as before training, and after the same steps without them {bare}; at five"
+    assert words in page
+    assert f"times the rates of the template {fast} (" in page
+    smollm2 = raw("training-eagle_parallel-starts_epyc-avx512-1core_2026-11-30")[
+        "smollm2-135m, 300 steps of 16 samples"
+    ]
+    both = [smollm2[name]["held_out"] for name in ("first", "random")]
+    first, random = (held_out["300"] for held_out in both)
+    for held_out in both:
+        lengths = " | ".join(f"{line['tokens_per_pass']:.2f}" for line in held_out.values())
+        assert f" | {lengths} |" in page
+    assert f"is {first['loss']:.2f} after 300 steps from its first layer, {random['loss']:.2f} from random" in decisions
