@@ -388,7 +388,7 @@ TO_TAKE: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
         "_epyc-avx512-1core_2026-11-",
         {
             "`dflash`, 300 steps, K = 6": ("smollm2-135m-dflash-{}29", "dflash:k=6"),
-            "`eagle_parallel`, 300 steps, K = 6": ("smollm2-135m-eagle_parallel-{}29", "eagle_parallel:k=6"),
+            "`eagle_parallel`, 300 steps, K = 6": ("smollm2-135m-eagle_parallel-{}30", "eagle_parallel:k=6"),
         },
     ),
 }  # fmt: skip

@@ -190,14 +190,15 @@ def test_the_budget_of_a_batch_is_as_measured() -> None:
 
 
 STEPS = (0, 60, 120, 180, 240, 300)
-BESIDE = ("dflash", "eagle_parallel")
+BESIDE = {"dflash": "29", "eagle_parallel": "30"}
+"""Days of the files of decoding, of which that of `eagle_parallel` is from random weights."""
 
 
 def test_dflash_beside_eagle_parallel_is_as_measured() -> None:
     """Guards the tables of `docs/drafters.md`: what the two learnt beside each other, and what they yield."""
     page = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
     speeds = []
-    for drafter in BESIDE:
+    for drafter, day in BESIDE.items():
         file = ROOT / "benchmarks" / f"training-smollm2-{drafter}_epyc-avx512-1core_2026-11-29.jsonl"
         history = [json.loads(line) for line in file.read_text().splitlines()]
         lengths = {each["step"]: each["acceptance_length"] for each in history if "acceptance_length" in each}
@@ -207,9 +208,9 @@ def test_dflash_beside_eagle_parallel_is_as_measured() -> None:
         found = []
         for temperature in ("0", "0.8"):
             for task in ("chat", "humaneval", "gsm8k"):
-                name = f"real-smollm2-135m-{drafter}-{task}-t{temperature}_epyc-avx512-1core_2026-11-29"
+                name = f"real-smollm2-135m-{drafter}-{task}-t{temperature}_epyc-avx512-1core_2026-11-{day}"
                 method = raw(name)["methods"][f"{drafter}:k=6"]
-                assert method["identical_to_ar"] and 0.66 <= method["speedup_vs_ar"] <= 0.905
+                assert method["identical_to_ar"] and 0.66 <= method["speedup_vs_ar"] <= 0.93
                 found.append(f"{method['acceptance_length']:.2f}")
         assert f"| `{drafter}` | {' | '.join(found)} |" in page
     assert f"medians of {speeds[0]:,.0f} and {speeds[1]:,.0f} rows/s" in page
