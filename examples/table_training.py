@@ -20,7 +20,7 @@ from paradraft.models.target import Target
 from paradraft.sources.loading import load_config, locate
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
 from paradraft.train.objectives.chunks import rows_at_once
-from paradraft.train.objectives.objective import loss_of_rows
+from paradraft.train.objectives.row_loss import RowLoss, loss_of_rows
 from paradraft.train.recipe import Recipe
 from paradraft.train.trainee import RunData
 
@@ -37,25 +37,27 @@ class Table(nn.Module):
     Args:
         rows: of the target's embedding.
         rank: of the table.
+        row_loss: what a row learns.
     """
 
-    def __init__(self, rows: int, rank: int) -> None:
+    def __init__(self, rows: int, rank: int, row_loss: RowLoss) -> None:
         super().__init__()
+        self.row_loss = row_loss
         self.embedding = nn.Embedding(rows, rank)
         self.lm_head = nn.Linear(rank, rows, bias=False)
 
-    def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly."""
+    def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Trainee.objective`."""
         return loss_of_rows(
             self.embedding(batch.tokens),
             batch,
             weights_K,
+            self.row_loss if self.training else self.row_loss.unweighted,
             head=lambda hidden_mD, depths_m: self.lm_head(hidden_mD),
             teacher=None,
-            kind="forward_kl",
             chunk=rows_at_once(self.lm_head.out_features, batch.tokens.device),
             trained=list(self.parameters()),
-        )
+        ).sums
 
 
 class TableTrainee:
@@ -98,5 +100,5 @@ def build(recipe: TableRecipe, data: RunData) -> TableTrainee:
         raise ValueError(f"model {recipe.model!r} knows {config.vocab_size} tokens, the data hold token {data.largest}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        table = Table(config.vocab_size, recipe.rank)
+        table = Table(config.vocab_size, recipe.rank, recipe.row_loss)
     return TableTrainee(table.to(data.device), config.max_position_embeddings)

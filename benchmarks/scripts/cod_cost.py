@@ -54,7 +54,7 @@ def measure(setting: str, args: argparse.Namespace) -> dict[str, Any]:
         began_s = time.perf_counter()
         batch = collate([[sample]], drop, [[torch.Generator().manual_seed(step)]]).to(device)
         labels_K = batch.labels_by_depth(K)
-        loss, _ = objective(batch, row_weights(labels_K, "per_depth", torch.ones(K, device=device)))
+        loss, *_ = objective(batch, row_weights(labels_K, "per_depth", torch.ones(K, device=device)))
         loss.backward()
         optimizers.step(step)
         if on_gpu:

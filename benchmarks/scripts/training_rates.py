@@ -50,7 +50,7 @@ def take_steps(drafter: str, recipe_file: Path, overrides: list[str]) -> None:
         began_s, cpu_s, rows, loss = time.perf_counter(), time.process_time(), 0, 0.0
         for batch in prepared.batches(prepared.samples[first : first + SAMPLES], range(first, first + SAMPLES)):
             weights_K = row_weights(batch.labels_by_depth(trainee.depths).float(), recipe.average, importance_K)
-            part, _ = objective(batch, weights_K)
+            part = objective(batch, weights_K)[0]
             part.backward()
             rows, loss = rows + batch.tokens.numel(), loss + part.item()
         optimizer.step()

@@ -78,6 +78,11 @@ CHAINED = [
     ("dflash", {"selector_rank": 4}),
     ("eagle_parallel", {"selector_rank": 4, "draft_vocab_size": 12}),
     ("medusa_parallel", {"markov_rank": 4}),
+    ("pard", {"weighting": "expected_length:by=text"}),
+    ("dflash", {"weighting": "valid_prefix"}),
+    ("eagle_parallel", {"weighting": "chain", "loss": "acceptance", "regression": 0.5}),
+    ("medusa", {"weighting": "expected_length", "loss": "acceptance", "hard_share": 0.5}),
+    ("ppd", {"weighting": "first_error:boost=1", "loss": "top_k"}),
 ]
 """Settings with which a row reads what was computed for another."""
 EXACT = Runtime(dtype="float64", compiled=False)
@@ -261,11 +266,11 @@ def test_a_loss_is_a_sum_over_samples(
 
     def measured(batches: list[TrainingBatch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         objective.zero_grad()
-        losses, rights = zip(*(objective(batch, weights_K) for batch in batches), strict=True)
+        losses, rights, weights = zip(*(objective(batch, weights_K) for batch in batches), strict=True)
         sum(losses).backward()
         gradients = [p.grad.clone() for p in objective.parameters() if p.grad is not None]
         labels_K = sum(batch.labels_by_depth(trainee.depths) for batch in batches)
-        return sum(losses).detach(), sum(rights), labels_K, gradients
+        return torch.stack([sum(losses).detach(), sum(weights)]), sum(rights), labels_K, gradients
 
     alone = measured([batch_of([[index]]) for index in range(3)])
     together = measured([batch_of(groups)])

@@ -27,7 +27,7 @@ def recipe_text(family: Path, folder: Path, out: Path, **further: object) -> str
         "model": str(family / "draft"), "data": [str(data)], "out": str(out), "steps": 4, "samples_per_step": 4,
         "k": 3, "max_length": 20, "lr": 1e-2, "warmup_steps": 1, "bf16": False, "log_every": 1, "save_every": 2,
         "optimizer": "adamw", "device": "cpu", "held_out": 3, "evaluate_every": 2, "teacher": str(family / "target"),
-        "prompts": 2, "answer_tokens": 12, "prompt_tokens": 4,
+        "prompts": 2, "answer_tokens": 12, "prompt_tokens": 4, "weighting": "expected_length",
     }  # fmt: skip
     return json.dumps(settings | further)
 

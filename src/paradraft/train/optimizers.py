@@ -201,17 +201,22 @@ class Optimizers:
             decay = decay / (1 - STABLE)
         return min(1.0, warmup, decay)
 
-    def step(self, step: int) -> float | None:
+    def step(self, step: int, divisor: float = 1.0) -> float | None:
         """Clips the gradients, updates the parameters and clears their gradients.
 
         A step whose norm is not finite is skipped: it updates nothing.
+
+        Args:
+            divisor: of the gradients, before they are clipped.
 
         Returns:
             The gradient norm before clipping; None if only DeepSpeed knows it.
 
         Raises:
-            ValueError: more than `MOST_SKIPPED` steps in a row are skipped.
+            ValueError: more than `MOST_SKIPPED` steps in a row are skipped, or DeepSpeed cannot divide.
         """
+        if divisor != 1.0:
+            self._divide_gradients(divisor)
         norm = self._clip_gradients()
         is_skipped = norm is not None and not math.isfinite(norm)
         self._skipped = self._skipped + 1 if is_skipped else 0
@@ -224,6 +229,12 @@ class Optimizers:
                 optimizer.step()
             optimizer.zero_grad()
         return norm
+
+    def _divide_gradients(self, divisor: float) -> None:
+        gradients = [weight.grad for weight in self._parameters if weight.grad is not None]
+        if not gradients:
+            raise ValueError("DeepSpeed updates weights before the weights of rows are known: set weighting=none")
+        torch._foreach_div_(gradients, divisor)
 
     def _clip_gradients(self) -> float | None:
         # Without a limit the gradients are multiplied by 1, which is exact.

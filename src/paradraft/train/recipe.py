@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
@@ -23,8 +21,11 @@ from paradraft.models.names import POCKET
 from paradraft.sources.loading import pocket_folder
 from paradraft.sources.records import check_columns
 from paradraft.train.objectives.losses import Divergence, Reduction
+from paradraft.train.objectives.row_loss import RowLoss
 from paradraft.train.objectives.rows import FLEX, fastest_attention
+from paradraft.train.objectives.weightings import NONE, weighting_of
 from paradraft.train.optimizers import Schedule
+from paradraft.train.recipe_parts import Part
 from paradraft.train.samples import DATASET, source_config, source_identity
 
 if TYPE_CHECKING:
@@ -41,21 +42,6 @@ record their precision, because `bf16` may be None."""
 
 CHECKPOINT, STATES = "checkpoint", "states"
 """Folder in `out` of the checkpoints of an unfinished run, and that in it of `feature_cache_gb`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A part of a run that can be switched off.
-
-    Args:
-        settings: that only this part reads.
-        wanted: the setting that switches it on, for warnings.
-        is_on: whether a recipe switches it on.
-    """
-
-    settings: tuple[str, ...]
-    wanted: str
-    is_on: Callable[[Any], bool]
 
 
 class Recipe(BaseModel):
@@ -119,6 +105,16 @@ class Recipe(BaseModel):
     )
     depth_weights: list[float] | None = Field(
         default=None, description="a list: weights of the draft positions, from position 1 on; by default 1"
+    )
+
+    hard_share: float = Field(
+        default=0.0, ge=0, description="weight of the cross-entropy with the text's tokens beside a divergence"
+    )
+    weighting: str = Field(
+        default=NONE,
+        description="weights of rows within their draft: none; chain:power=1, the teacher's probability of the tokens "
+        "before; expected_length:by=acceptance|text|siblings:floor=0:siblings=3, the row's share in it; valid_prefix, "
+        "0 after the first wrong token; first_error:boost=0:decay=0.8, less after that token",
     )
 
     steps: int | None = Field(default=None, ge=1, description="optimizer steps; give these or epochs")
@@ -236,6 +232,9 @@ class Recipe(BaseModel):
         self.check_device(self.device)
         check_columns(self.columns)
         source_config(self.source)
+        row_loss = self.row_loss  # raises for a wrong weighting
+        if self.hard_share and row_loss.kind is None:
+            raise ValueError(f"hard_share={self.hard_share}: the loss is the cross-entropy already, leave it out")
         return self
 
     def check_measurable(self, held_out: int) -> None:
@@ -273,6 +272,11 @@ class Recipe(BaseModel):
     def divergence(self) -> Divergence | None:
         """Divergence from a teacher's probabilities; None learns the tokens of the text."""
         return None
+
+    @property
+    def row_loss(self) -> RowLoss:
+        """The loss of a row, and its weight."""
+        return RowLoss(kind=self.divergence, hard_share=self.hard_share, weighting=weighting_of(self.weighting))
 
     @property
     def caches_states(self) -> bool:
@@ -324,26 +328,3 @@ class Recipe(BaseModel):
             if (name := getattr(self, role)) is not None
         }
         return {role: model_digest(folder) for role, folder in folders.items() if folder.is_dir()}
-
-
-def ignored_settings(recipe: Recipe, *, steps: int) -> list[str]:
-    """Warnings about settings without effect; only explicit settings count, and not None or False.
-
-    Example:
-        >>> settings = {"model": "m", "data": ["d"], "out": "o", "steps": 9, "warmup_steps": 9}
-        >>> for line in ignored_settings(Recipe(**settings, muon_lr=1e-2, pack=False), steps=9):
-        ...     print(line)
-        muon_lr=0.01 is ignored without optimizer=muon
-        warmup_steps=9: the run has 9 steps, so the learning rate never falls
-    """
-    warnings = [
-        f"{name}={value} is ignored without {part.wanted}"
-        for part in recipe.PARTS
-        if not part.is_on(recipe)
-        for name in part.settings
-        if name in recipe.model_fields_set and not ((value := getattr(recipe, name)) is None or value is False)
-    ]
-    warmup = recipe.warmup_steps
-    if "warmup_steps" in recipe.model_fields_set and warmup >= steps and recipe.schedule != "constant":
-        warnings.append(f"warmup_steps={warmup}: the run has {steps} steps, so the learning rate never falls")
-    return warnings

@@ -51,8 +51,9 @@ class Trainee(Protocol):
         wrap.
 
         Its forward takes a `TrainingBatch` and `[K]` weights of a row of each depth, and returns the weighted sum of
-        the rows' losses and `[K]` rows of each depth predicted correctly. Parameters without `requires_grad` are not
-        trained. Checkpoints hold its state dict, which excludes frozen models such as a teacher.
+        the rows' losses, `[K]` rows of each depth predicted correctly, and the sum of the rows' weights, by which the
+        trainer divides. Parameters without `requires_grad` are not trained. Checkpoints hold its state dict, which
+        excludes frozen models such as a teacher.
         """
 
     @property

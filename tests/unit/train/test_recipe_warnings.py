@@ -8,8 +8,8 @@ from examples.demo import FULL, SHORT, recipe
 from paradraft.train import recipe_class, trainee_module, trainee_names
 from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.init.templates import templates_of
-from paradraft.train.recipe import ignored_settings
 from paradraft.train.recipe_file import load_recipe
+from paradraft.train.recipe_parts import ignored_settings
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 BASE = {"model": "m", "data": ["d"], "out": "o", "steps": 100}

@@ -34,9 +34,10 @@ from paradraft.train.drafters.output_heads import DraftHeadRecipe, trimmed_targe
 from paradraft.train.drafters.path_heads import PathHeadRecipe, PathObjective
 from paradraft.train.objectives.batch import Drop, TrainingBatch
 from paradraft.train.objectives.losses import IGNORED
+from paradraft.train.objectives.row_loss import Losses
 from paradraft.train.objectives.rows import attention_mask
 from paradraft.train.objectives.teacher import Teacher
-from paradraft.train.recipe import Part
+from paradraft.train.recipe_parts import Part
 from paradraft.train.trainee import RunData
 
 UNSURE = 0.2
@@ -170,24 +171,25 @@ class LayersObjective(PathObjective):
         fused: Tensor = self.fuse(side_by_side(dict(zip(self.target_layers, states, strict=True))))
         return fused
 
-    def loss(
-        self, hidden_SRD: Tensor, batch: TrainingBatch, read_SND: Tensor, weights_K: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def loss(self, hidden_SRD: Tensor, batch: TrainingBatch, read_SND: Tensor, weights_K: Tensor) -> Losses:
         """EAGLE's loss (ParallelSpec, Eq. 4): SmoothL1 regression of the target's state, and the loss of the token.
 
         Weights are 1 and 0.1 as in the official code. Eq. 4 uses the tokens of the text; `loss: forward_kl` uses the
         target's distribution, as EAGLE's code does.
         """
-        classification, right_K = super().loss(hidden_SRD, batch, read_SND, weights_K)
+        losses = super().loss(hidden_SRD, batch, read_SND, weights_K)
+        total = self.classification * losses.total
         if not self.regression:
-            return self.classification * classification, right_K
+            return losses._replace(total=total)
         states_SRD = hidden_SRD[..., : read_SND.shape[2]]
         index_SRD = batch.text_indices[:, :, None].expand_as(states_SRD)
         regression_SR = smooth_l1_loss(
             states_SRD.float(), read_SND.gather(1, index_SRD).float(), reduction="none"
         ).mean(-1)
-        weights_SR = weights_K[batch.depths] * (batch.labels != IGNORED)
-        return self.classification * classification + self.regression * (weights_SR * regression_SR).sum(), right_K
+        weights_SR = losses.weights
+        if self.active_loss.weighting is None:  # rows whose token cannot be drafted are regressed too
+            weights_SR = weights_K[batch.depths] * (batch.labels != IGNORED)
+        return losses._replace(total=total + self.regression * (weights_SR * regression_SR).sum())
 
 
 def sum_of_inputs(target: Teacher, layers: Sequence[int], *, bias: bool = True) -> nn.Linear:

@@ -35,10 +35,10 @@ from paradraft.train.drafters.starting import begin_with, train_only
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
 from paradraft.train.objectives.chunks import rows_at_once
 from paradraft.train.objectives.features import FeatureCache
-from paradraft.train.objectives.losses import Divergence
+from paradraft.train.objectives.losses import DIVERGENCE_NAMES, Divergence
 from paradraft.train.objectives.low_rank import LowRankHead
-from paradraft.train.objectives.objective import loss_of_rows
 from paradraft.train.objectives.pass_teacher import PassTeacher
+from paradraft.train.objectives.row_loss import Losses, RowLoss, loss_of_rows
 from paradraft.train.objectives.selection import Selecting
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.objectives.teacher_loading import is_decoded_as_stored
@@ -62,8 +62,7 @@ class HeadRecipe(Recipe):
     )
     loss: Literal["cross_entropy", Divergence] = Field(
         default="cross_entropy",
-        description="cross_entropy with the text's tokens; or with the target's probabilities forward_kl, reverse_kl, "
-        "jensen_shannon or total_variation",
+        description="cross_entropy with the text's tokens; or with the target's probabilities " + DIVERGENCE_NAMES,
     )
 
     @property
@@ -111,6 +110,8 @@ class HeadObjective(nn.Module):
     """
 
     select: Selecting | None = None
+    first_depth = 0
+    """Depth of the first drafted token."""
 
     def __init__(self, target: Teacher, recipe: HeadRecipe, *, bf16: bool = False) -> None:
         super().__init__()
@@ -119,13 +120,18 @@ class HeadObjective(nn.Module):
         self._recipe = recipe
         rank = recipe.rank_of_head
         self.low_rank = None if rank is None else LowRankHead(target.head(CPU, torch.float32).weight, rank)
-        self.kind = recipe.divergence
+        self.row_loss = recipe.row_loss
         self.bf16 = bf16
 
     @property
     def target(self) -> Teacher:
         """The frozen target."""
         return self._target[0]
+
+    @property
+    def active_loss(self) -> RowLoss:
+        """The loss of rows; evaluations weight them by their depth alone, so that those of two drafters compare."""
+        return self.row_loss if self.training else self.row_loss.unweighted
 
     @cached_property
     def features(self) -> FeatureCache:
@@ -148,29 +154,28 @@ class HeadObjective(nn.Module):
             return self.target.logits(hidden_mD)
         return finished(self.low_rank(hidden_mD), self.target.model.config)
 
-    def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly."""
+    def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Trainee.objective`."""
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
             layers = list(dict.fromkeys([*self.target_layers, FINAL_NORM]))
             states = self.features.states(batch.texts).chunk(len(layers), dim=-1)
             read_SNX = torch.cat(states[: len(self.target_layers)], dim=-1)
-            return self.loss(self.hidden(batch, read_SNX), batch, states[layers.index(FINAL_NORM)], weights_K)
+            return self.loss(self.hidden(batch, read_SNX), batch, states[layers.index(FINAL_NORM)], weights_K).sums
 
-    def loss(
-        self, hidden_SRD: Tensor, batch: TrainingBatch, read_SND: Tensor, weights_K: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the result of `forward` from the states of `hidden`."""
+    def loss(self, hidden_SRD: Tensor, batch: TrainingBatch, read_SND: Tensor, weights_K: Tensor) -> Losses:
+        """Returns the losses of rows from the states of `hidden`."""
         return loss_of_rows(
             hidden_SRD,
             batch if self.target.vocab_map is None else batch.labelled_by_rows(self.target.vocab_map),
             weights_K,
+            self.active_loss,
             head=self.head,
-            teacher=None if self.kind is None else self.target,
-            kind=self.kind or "forward_kl",
+            teacher=self.target,
             chunk=rows_at_once(self.target.ids, hidden_SRD.device),
             trained=[weight for weight in self.parameters() if weight.requires_grad],
             read_SNE=read_SND,
             select=self.select,
+            first=self.first_depth,
         )
 
 
@@ -319,7 +324,7 @@ def check_memory(
         weights=weights,
         rows=groups * longest * rows_per_token,
         device=data.device,
-        is_taught=recipe.divergence is not None,
+        is_taught=recipe.row_loss.needs_teacher,
     )
     needed.check(data.device)
     return needed

@@ -17,7 +17,7 @@ from paradraft.train.drafters.heads import HeadTrainee, embedding_scale
 from paradraft.train.drafters.output_heads import MedusaWeights
 from paradraft.train.objectives.batch import TrainingBatch
 from paradraft.train.objectives.teacher import Teacher
-from paradraft.train.recipe import Part
+from paradraft.train.recipe_parts import Part
 from paradraft.train.trainee import RunData
 
 

@@ -247,11 +247,10 @@ def objective_of(
     return Objective(
         drafter.model,
         teacher=run.teacher,
-        kind=recipe.divergence or "forward_kl",
+        row_loss=recipe.row_loss,
         previous=None if drafter.previous is None else drafter.previous.to(data.device),
         vocab_map=drafter.vocab_map,
         unused=sorted({*range(used_rows(data.tokenizer), drafter.model.config.vocab_size), *drafter.masks}),
-        chain_weight=recipe.chain_weight,
         features=features,
         added=None if added is None else added.to(data.device),
         bf16=data.bf16,

@@ -2,7 +2,7 @@
 
 The projection W of the states begins with zeros, or as it is in the model's folder, so a run that begins with a PARD
 drafter begins with its drafts. Some samples are trained without states (`state_dropout`), so that the result serves
-without them too. The paper's weights of rows are `chain_weight: 1`, up to a factor for each step.
+without them too.
 
 Shape letters as in `heads.py`.
 """
@@ -45,7 +45,7 @@ class Pard2Recipe(PardRecipe):
 
     teacher: str = Field(description="the target whose states are read, and whose probabilities are learnt")
     k: int = Field(default=8, ge=2, description="tokens that one draft pass learns to predict")
-    chain_weight: float = Field(default=1.0, ge=0, description=PardRecipe.model_fields["chain_weight"].description)
+    weighting: str = Field(default="chain", description=PardRecipe.model_fields["weighting"].description)
     target_layers: list[int] | None = Field(
         default=None,
         min_length=1,
@@ -64,6 +64,11 @@ class Pard2Recipe(PardRecipe):
         if self.lora is not None:
             raise ValueError("lora: the adapters of a draft that reads states are not stored, leave it out")
         return self
+
+    @property
+    def uses_teacher(self) -> bool:
+        """See `PardRecipe`: its states are read."""
+        return True
 
     def layers_of(self, config: PretrainedConfig) -> list[int]:
         """The teacher's layers whose states are read; raises ValueError if it has not all of them."""

@@ -9,8 +9,9 @@ from pydantic import Field, model_validator
 from paradraft.formats.path_heads import MOST_RANK
 from paradraft.sources.loading import locate
 from paradraft.train.init.adaptation import Lora
-from paradraft.train.objectives.losses import Divergence
-from paradraft.train.recipe import Part, Recipe
+from paradraft.train.objectives.losses import DIVERGENCE_NAMES, Divergence
+from paradraft.train.recipe import Recipe
+from paradraft.train.recipe_parts import Part
 
 ORDINARY_K = 4
 """K when an ordinary draft is measured."""
@@ -30,7 +31,6 @@ class PardRecipe(Recipe):
                 "distinct_masks",
                 "depth_weights",
                 "previous_token_rank",
-                "chain_weight",
             ),
             wanted="k=2 or more",
             is_on=lambda recipe: recipe.k > 1,
@@ -57,11 +57,6 @@ class PardRecipe(Recipe):
         description="rank of the head that gives each mask the tokens drafted before it; 0: none; by default the "
         "model's",
     )
-    chain_weight: float = Field(
-        default=0.0,
-        ge=0,
-        description="weight rows by the teacher's probability of the tokens before them to this power; 0: all equal",
-    )
     draft_temperature: float = Field(
         default=1.0,
         ge=0.1,
@@ -71,7 +66,7 @@ class PardRecipe(Recipe):
     teacher: str | None = Field(default=None, description="learn this model's probabilities, not the text's tokens")
     loss: Literal["cross_entropy", Divergence] | None = Field(
         default=None,
-        description="cross_entropy; with a teacher forward_kl (default), reverse_kl, jensen_shannon or total_variation",
+        description="cross_entropy; with a teacher (default: forward_kl) " + DIVERGENCE_NAMES,
     )
     lora: Lora | None = Field(default=None, description="train adapters of low rank, and the mask's embedding")
     target: str | None = Field(
@@ -80,12 +75,20 @@ class PardRecipe(Recipe):
 
     @model_validator(mode="after")
     def _check_teacher(self) -> Self:
-        if (self.divergence is not None) != (self.teacher is not None):
-            wanted = "name a teacher" if self.teacher is None else "use one of the divergences, or leave teacher out"
-            raise ValueError(f"loss={self.loss}: {wanted}")
-        if self.chain_weight and self.teacher is None:
-            raise ValueError(f"chain_weight={self.chain_weight}: only a teacher knows it, name one")
+        if self.divergence is not None and self.teacher is None:
+            raise ValueError(f"loss={self.loss}: name a teacher")
+        if self.row_loss.needs_teacher and self.teacher is None:
+            raise ValueError(f"weighting={self.weighting}: only a teacher knows it, name one")
+        if self.teacher is not None and not self.uses_teacher:
+            raise ValueError(
+                f"loss={self.loss}: use one of the divergences, a weighting that needs one, or leave teacher out"
+            )
         return self
+
+    @property
+    def uses_teacher(self) -> bool:
+        """Whether training reads a teacher."""
+        return self.row_loss.needs_teacher
 
     @property
     def model_folder(self) -> str:

@@ -36,7 +36,7 @@ from paradraft.train.objectives.losses import IGNORED, Divergence
 from paradraft.train.objectives.rows import FILLING, as_mask
 from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.optimizers import Schedule
-from paradraft.train.recipe import Part
+from paradraft.train.recipe_parts import Part
 from paradraft.train.trainee import RunData
 
 RANKS = 10
@@ -127,6 +127,7 @@ class PpdRecipe(HeadRecipe):
 class PpdObjective(HeadObjective):
     """Prompt tokens in training, and their loss; see `HeadObjective`."""
 
+    first_depth = 1
     hits: Tensor
     seen: Tensor
 
@@ -160,15 +161,15 @@ class PpdObjective(HeadObjective):
         super().train(mode)
         return self
 
-    def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the weighted sum of the rows' losses, and `[K]` rows of each depth predicted correctly."""
+    def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Trainee.objective`."""
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
             cache = DynamicCache()
             read_SND = self.target.read(batch.texts, cache)
             hidden_SRD = self._read_prompts(batch, cache, read_SND)
             if not self.training or not self._was_held_out:
                 self._count(batch, hidden_SRD.detach())
-            return self.loss(hidden_SRD, batch, read_SND, weights_K)
+            return self.loss(hidden_SRD, batch, read_SND, weights_K).sums
 
     def _read_prompts(self, batch: TrainingBatch, cache: DynamicCache, read_SND: Tensor) -> Tensor:
         """Returns `[S, R, D]` states of all prompt tokens; zeros for real tokens, which have no loss."""

@@ -33,37 +33,36 @@ def rows_at_once(ids: int, device: torch.device) -> int:
 
 
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From states `[m, D]` of rows and the rows' indices `[m]` to the sum of their losses and `[m]` further values."""
+"""From states `[m, D]` of rows and the rows' indices `[m]` to the sum of their losses and `[m, …]` further values."""
 
 
 def sum_in_chunks(
-    loss: Loss, states_XD: Tensor, rows_M: Tensor, chunk: int, weights: Sequence[Tensor]
+    loss: Loss, states_XD: Tensor, chunks: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Sums a loss over some rows.
 
     Args:
-        rows_M: at least one, each once.
-        chunk: most rows of a chunk.
+        chunks: the rows `[m]` of each chunk, M in all, each once; at least one.
         weights: all trained weights that `loss` may read; no other weights get gradients.
 
     Returns:
-        The sum, and `[M]` further values of the rows, which have no gradient.
+        The sum, and `[M, …]` further values of the rows, in the order of the chunks, which have no gradient.
     """
-    total, values_M = _SumInChunks.apply(loss, weights, rows_M, chunk, states_XD, *weights)
+    total, values_M = _SumInChunks.apply(loss, weights, chunks, states_XD, *weights)
     return total, values_M
 
 
 class _SumInChunks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, loss: Loss, weights: Sequence[Tensor], rows_M: Tensor, chunk: int, states_XD: Tensor, *_: Tensor
+        ctx: Any, loss: Loss, weights: Sequence[Tensor], chunks: Sequence[Tensor], states_XD: Tensor, *_: Tensor
     ) -> tuple[Tensor, Tensor]:
         has_gradients = any(ctx.needs_input_grad)
         states_XD = states_XD.detach()
         of_states_XD = torch.zeros_like(states_XD) if has_gradients else None
         of_weights: list[Tensor | None] = [None] * len(weights)
         total, values = torch.zeros((), device=states_XD.device), []
-        for rows_m in rows_M.split(chunk):
+        for rows_m in chunks:
             with torch.set_grad_enabled(has_gradients):
                 states_mD = states_XD[rows_m].requires_grad_(has_gradients)
                 sum_, values_m = loss(states_mD, rows_m)
@@ -83,4 +82,4 @@ class _SumInChunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, None, *(None if each is None else of_total * each for each in ctx.gradients)
+        return None, None, None, *(None if each is None else of_total * each for each in ctx.gradients)

@@ -1,4 +1,4 @@
-"""The loss of a batch of rows, computed in chunks, so that the logits of all rows are never in memory at once.
+"""PARD in training: a causal LM that reads the rows of a batch, and its loss.
 
 The previous-token head (`paradraft.drafters.parts.path_heads.previous_token`) corrects the states before the loss. The
 tokens between a row's anchor and the row are those of the text, as if they had been drafted.
@@ -10,7 +10,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,10 @@ from paradraft.drafters.parts.path_heads.previous_token import PreviousTokenHead
 from paradraft.formats.vocab_map import VocabMap
 from paradraft.models.output_head import finished, logits_of
 from paradraft.train.objectives.batch import TrainingBatch
-from paradraft.train.objectives.chunks import rows_at_once, sum_in_chunks
+from paradraft.train.objectives.chunks import rows_at_once
 from paradraft.train.objectives.features import FeatureCache
-from paradraft.train.objectives.losses import IGNORED, Divergence, cross_entropy, divergence
+from paradraft.train.objectives.row_loss import RowLoss, loss_of_rows
 from paradraft.train.objectives.rows import FILLING, attention_mask
-from paradraft.train.objectives.selection import Selecting, selection_loss
 from paradraft.train.objectives.teacher import Teacher
 
 
@@ -32,11 +31,10 @@ class Objective(nn.Module):
     """A causal LM that reads all rows in one pass, and its loss, as one module that DDP and FSDP can wrap.
 
     Args:
-        teacher: its distribution is learnt; None learns the tokens of the text.
+        teacher: of `row_loss`; None without one.
         unused: ids that are no tokens, which the previous-token head does not correct: engines without the head must
             not draft them.
         vocab_map: of the output head, if it has fewer rows than the embedding.
-        chain_weight: rows are weighted by the probability of the tokens before them to this power; needs a teacher.
         features: of the teacher's states after the final norm, and then of others that `added` reads; None computes
             the former in every batch.
         added: what the inputs of rows have beside their embeddings: a function of the batch and the states
@@ -49,11 +47,10 @@ class Objective(nn.Module):
         model: PreTrainedModel,
         *,
         teacher: Teacher | None = None,
-        kind: Divergence = "forward_kl",
+        row_loss: RowLoss | None = None,
         previous: PreviousTokenHead | None = None,
         unused: Sequence[int] = (),
         vocab_map: VocabMap | None = None,
-        chain_weight: float = 0.0,
         features: FeatureCache | None = None,
         added: nn.Module | None = None,
         bf16: bool = False,
@@ -68,8 +65,7 @@ class Objective(nn.Module):
             ids = torch.tensor(self.unused, device=vocab_map.to_target.device)
             self.unused = [row for row in vocab_map.rows_of(ids).tolist() if row >= 0]
             teacher = None if teacher is None else teacher.trimmed(vocab_map)
-        self.chain_weight = chain_weight
-        self.kind = kind
+        self.row_loss = row_loss or RowLoss(kind=None)
         self.bf16 = bf16
         self.chunk = rows_at_once(len(model.get_output_embeddings().weight), model.device)
         self._teacher = (teacher,)  # in a tuple, hidden from `nn.Module`: it is not trained, saved or sharded
@@ -80,8 +76,8 @@ class Objective(nn.Module):
         """The frozen teacher, if any."""
         return self._teacher[0]
 
-    def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the sum of the rows' losses, weighted by depth, and `[K]` rows of each depth predicted correctly."""
+    def forward(self, batch: TrainingBatch, weights_K: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Trainee.objective`."""
         with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self.bf16):
             states_SNX = None if self._features is None else self._features.states(batch.texts)
             hidden_SRD = self.model.model(
@@ -98,14 +94,13 @@ class Objective(nn.Module):
                 hidden_SRD,
                 batch if self.vocab_map is None else batch.labelled_by_rows(self.vocab_map),
                 weights_K,
+                self.row_loss if self.training else self.row_loss.unweighted,
                 head=lambda hidden_mD, depths_m: self._logits(hidden_mD),
                 teacher=self.teacher,
-                kind=self.kind,
                 chunk=self.chunk,
                 read_SNE=None if states_SNX is None else states_SNX[..., : self._width],
                 trained=[weight for weight in self.parameters() if weight.requires_grad],
-                chain_weight=self.chain_weight,
-            )
+            ).sums
 
     def _inputs(self, batch: TrainingBatch, states_SNX: Tensor | None) -> dict[str, Tensor]:
         if self.added is None:
@@ -146,81 +141,6 @@ def _log_sum(logits_mV: Tensor, is_used_V: Tensor) -> Tensor:
     return logits_mV[:, is_used_V].float().logsumexp(1, keepdim=True)
 
 
-def loss_of_rows(
-    hidden_SRD: Tensor,
-    batch: TrainingBatch,
-    weights_K: Tensor,
-    *,
-    head: Callable[[Tensor, Tensor], Tensor],
-    teacher: Teacher | None,
-    kind: Divergence,
-    chunk: int,
-    trained: Sequence[Tensor],
-    read_SNE: Tensor | None = None,
-    chain_weight: float = 0.0,
-    select: Selecting | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Sums the losses of all rows that have a label.
-
-    Args:
-        hidden_SRD: the drafter's states of all rows.
-        weights_K: weight of a row of each depth.
-        head: turns states `[m, D]` of rows of depths `[m]` into logits `[m, V]`.
-        chunk: most rows whose logits are in memory at a time.
-        trained: all trained weights, some of which `head` may read.
-        read_SNE: the teacher's states of the texts, if known.
-        select: scores of the likeliest tokens, which have a loss too and make the prediction.
-
-    Returns:
-        The weighted sum, and `[K]` rows of each depth predicted correctly.
-    """
-    if teacher is not None and read_SNE is None:
-        read_SNE = teacher.read(batch.texts)
-    labels_X, depths_X, weights_X = batch.labels.flatten(), batch.depths.flatten(), weights_K[batch.depths].flatten()
-    if chain_weight and teacher is not None and read_SNE is not None:
-        weights_X = weights_X * chain_probabilities(teacher.whole, read_SNE, batch).flatten() ** chain_weight
-
-    def loss(hidden_mD: Tensor, rows_m: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the sum of the rows' losses, and whether the likeliest token of each is the label."""
-        labels_m = labels_X[rows_m]
-        logits_mV = head(hidden_mD, depths_X[rows_m])
-        right_m = logits_mV.detach().gather(1, labels_m[:, None])[:, 0] >= logits_mV.detach().amax(-1)
-        teacher_mV = None
-        if teacher is None or read_SNE is None:
-            loss_m = cross_entropy(logits_mV, labels_m)
-        else:
-            states_PE, which_m = _teacher_states(read_SNE, batch, rows_m)
-            teacher_mV = teacher.expects(states_PE, logits_mV.shape[-1])[which_m]
-            loss_m = divergence(logits_mV, teacher_mV, kind)
-        if select is not None:
-            chosen_m, best_m = selection_loss(select, hidden_mD, logits_mV, labels_m, teacher_mV, kind)
-            loss_m, right_m = loss_m + chosen_m, best_m == labels_m
-        return (weights_X[rows_m] * loss_m).sum(), right_m
-
-    order_M = _labelled_in_text_order(batch)
-    if not len(order_M):
-        return hidden_SRD.sum() * 0.0, torch.zeros_like(weights_K)
-    total, right_M = sum_in_chunks(loss, hidden_SRD.flatten(0, 1), order_M, chunk, trained)
-    return total, torch.zeros_like(weights_K).index_add(0, depths_X[order_M], right_M.to(weights_K.dtype))
-
-
-def _labelled_in_text_order(batch: TrainingBatch) -> Tensor:
-    """`[M]` indices of the rows with a label, in text order: rows of several depths that predict the same token are
-    adjacent, so that the teacher's head runs once for them."""
-    rows_M = (batch.labels.flatten() != IGNORED).nonzero()[:, 0]
-    group_M = rows_M // batch.labels.shape[1]
-    token_M = group_M * batch.texts.tokens.shape[1] + batch.text_indices.flatten()[rows_M]
-    return rows_M[token_M.argsort(stable=True)]
-
-
-def _teacher_states(read_SNE: Tensor, batch: TrainingBatch, rows_m: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns `[P, E]`, the teacher's distinct states for some rows, and `[m]`, the index of each row's state."""
-    group_m = rows_m // batch.labels.shape[1]
-    token_m = group_m * batch.texts.tokens.shape[1] + batch.text_indices.flatten()[rows_m]
-    token_P, which_m = token_m.unique(return_inverse=True)
-    return read_SNE.flatten(0, 1)[token_P], which_m
-
-
 def corrected(head: PreviousTokenHead, hidden_SRD: Tensor, batch: TrainingBatch, embeddings_SND: Tensor) -> Tensor:
     """Adds the head's corrections to the states of masks; the states of real tokens stay."""
     (S, R), N = batch.depths.shape, batch.texts.tokens.shape[1]
@@ -242,21 +162,3 @@ def corrected(head: PreviousTokenHead, hidden_SRD: Tensor, batch: TrainingBatch,
         return hidden_SRD
     corrections = head.correction(torch.cat(memories))
     return hidden.index_add(0, torch.cat(masks), corrections.to(hidden.dtype)).unflatten(0, (S, R))
-
-
-@torch.no_grad()
-def chain_probabilities(teacher: Teacher, read_SNE: Tensor, batch: TrainingBatch) -> Tensor:
-    """`[S, R]` probability that the teacher gives to the tokens between each row's anchor and the row; 1 for real
-    tokens.
-
-    A mask's prediction counts in decoding only if all tokens before it were accepted (An et al. 2026, PARD-2).
-    """
-    S, N = batch.texts.tokens.shape
-    nats = torch.zeros(S, N, device=read_SNE.device)
-    for group in range(S):
-        logits_NV = teacher.expects(read_SNE[group], teacher.model.config.vocab_size)
-        labels_N = batch.texts.tokens[group].roll(-1)
-        nats[group] = torch.nn.functional.cross_entropy(logits_NV, labels_N, reduction="none")
-    before = torch.nn.functional.pad(nats.cumsum(1), (1, 0)).double().flatten()
-    index = batch.text_indices + torch.arange(S, device=read_SNE.device)[:, None] * (N + 1)
-    return (before[index - batch.depths] - before[index]).exp().float()

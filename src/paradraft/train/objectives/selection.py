@@ -11,14 +11,18 @@ import torch
 from torch import Tensor
 
 from paradraft.formats.path_heads import SELECTED
-from paradraft.train.objectives.losses import Divergence, cross_entropy, divergence
 
 Selecting = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The scores `[m, C]` of tokens, from the inputs `[m, E]` of rows' logits, the tokens' logits and ids `[m, C]`."""
 
 
 def selection_loss(
-    select: Selecting, read_mE: Tensor, logits_mV: Tensor, labels_m: Tensor, teacher_mV: Tensor | None, kind: Divergence
+    select: Selecting,
+    read_mE: Tensor,
+    logits_mV: Tensor,
+    labels_m: Tensor,
+    teacher_mV: Tensor | None,
+    loss: Callable[[Tensor, Tensor, Tensor | None], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Returns `[m]` losses of the scores, and the tokens `[m]` that decoding drafts.
 
@@ -28,6 +32,7 @@ def selection_loss(
     Args:
         labels_m: tokens of the text.
         teacher_mV: the teacher's logits, whose distribution over these tokens is learnt; None learns the labels.
+        loss: of rows, from logits, labels and the teacher's logits.
     """
     count = min(SELECTED, logits_mV.shape[1])
     with torch.no_grad():
@@ -39,6 +44,5 @@ def selection_loss(
     scores_mC = select(read_mE, logits_mV.gather(1, ids_mC), ids_mC)
     best_m = ids_mC.gather(1, scores_mC.detach()[:, :count].argmax(1, keepdim=True))[:, 0]
     learnt = scores_mC.gather(1, learnt_mC)
-    if teacher_mV is None:
-        return cross_entropy(learnt, place_m1[:, 0].clamp(max=count - 1)), best_m
-    return divergence(learnt, teacher_mV.gather(1, ids_mC.gather(1, learnt_mC)), kind), best_m
+    expected_mC = None if teacher_mV is None else teacher_mV.gather(1, ids_mC.gather(1, learnt_mC))
+    return loss(learnt, place_m1[:, 0].clamp(max=count - 1), expected_mC), best_m

@@ -53,8 +53,6 @@ class Teacher:
         self.vocab_map: VocabMap | None = None
         """The ids of the logits, if not all; see `trimmed`."""
         self._heads: dict[tuple[torch.device, torch.dtype], Linear] = {}
-        self.whole = self
-        """With the logits of all ids."""
         self.vocab_size = min(vocab_size, model.config.vocab_size)
         self.mask_id = mask_id
         self.masks = masks
@@ -70,7 +68,7 @@ class Teacher:
         """
         assert self.vocab_map is None
         view = copy(self)
-        view.vocab_map, view.whole, view._heads = vocab_map, self, {}
+        view.vocab_map, view._heads = vocab_map, {}
         return view
 
     @property

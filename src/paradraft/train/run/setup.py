@@ -22,7 +22,8 @@ from paradraft.sources.load_plan import Checkpoint
 from paradraft.sources.loading import load_config, load_generation_config, load_tokenizer, locate
 from paradraft.text.vocabulary import check_rows, named_ends
 from paradraft.train.objectives.batch import TrainingBatch, pack
-from paradraft.train.recipe import Recipe, ignored_settings
+from paradraft.train.recipe import Recipe
+from paradraft.train.recipe_parts import ignored_settings
 from paradraft.train.run.acceptance import AcceptanceMeter, DrafterLoader
 from paradraft.train.run.provenance import Learnt, learnt_of
 from paradraft.train.samples import SampleSource, SourceData, load_source

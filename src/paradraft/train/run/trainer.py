@@ -64,8 +64,7 @@ class Loop:
         announce: Callable[[str], None],
     ) -> None:
         recipe = prepared.recipe
-        self.recipe = recipe
-        self.prepared = prepared
+        self.recipe, self.prepared = recipe, prepared
         self.source = prepared.source
         self.loader, self.acceptance = loader, prepared.acceptance(loader)
         self.accelerator = accelerator
@@ -270,20 +269,21 @@ class Loop:
         """
         torch.manual_seed(self.recipe.seed * 1_000_003 + step)  # for models with dropout
         weights_K, labels_K = self._weights(batches)
-        loss, right_K = torch.zeros((), device=self.device), torch.zeros_like(weights_K)
+        of_rows, right_K = torch.zeros(2, device=self.device), torch.zeros_like(weights_K)
         for index, batch in enumerate(batches, start=1):
-            is_last = index == len(batches)
-            with nullcontext() if is_last else self.accelerator.no_sync(self.objective):
-                part, right = self.objective(batch.to(self.device), weights_K)
+            with nullcontext() if index == len(batches) else self.accelerator.no_sync(self.objective):
+                part, right, weight = self.objective(batch.to(self.device), weights_K)
                 self.accelerator.backward(part)
-            loss += part.detach()
+            of_rows += torch.stack([part.detach(), weight])
             right_K += right
-        norm = self.optimizers.step(step)
+        loss, weight = self.accelerator.reduce(of_rows, "mean").tolist()
+        divisor = weight if weight and self.recipe.row_loss.weighting else 1.0
+        norm = self.optimizers.step(step, divisor)
         # All processes must stop after the same step, so they exchange the signals that they received.
         received = right_K.new_tensor([self._request.number == signal for signal in STOP_SIGNALS])
         sums = self.accelerator.reduce(torch.cat([right_K, received]), "sum")
         stop_signal = next((int(signal) for signal, count in zip(STOP_SIGNALS, sums[-2:], strict=True) if count), None)
-        return self.accelerator.reduce(loss, "mean").item(), sums[:-2], labels_K, norm, stop_signal
+        return loss / divisor, sums[:-2], labels_K, norm, stop_signal
 
     def _evaluate(self, done: int) -> bool:
         """Evaluates the drafter, keeps it if it is the best, and returns whether to stop early."""
@@ -299,12 +299,12 @@ class Loop:
         length, by_position = (None, ()) if decoded is None else (decoded.length, decoded.by_position)
         score = Score(step=done, acceptance_length=length, held_out_loss=loss, by_position=by_position)
         self._standing = self._standing.after(score)
-        is_best = self._standing.stale == 0
         if self.accelerator.is_main_process:
             self.checkpoints.keep_drafters(self._standing.best)
         self.accelerator.wait_for_everyone()
         report = Evaluation(
-            step=done, loss=loss, accuracy=accuracy, acceptance_length=length, is_best=is_best, by_position=by_position
+            step=done, loss=loss, accuracy=accuracy, acceptance_length=length, is_best=self._standing.stale == 0,
+            by_position=by_position,
         )  # fmt: skip
         self._tell(report)
         if self.accelerator.is_main_process and time.monotonic() - self._drawn_s > PICTURE_S:
@@ -327,7 +327,7 @@ class Loop:
         weights_K, labels_K = self._weights(batches)
         loss, right_K = torch.zeros((), device=self.device), torch.zeros_like(weights_K)
         for batch in batches:
-            part, right = self.objective(batch.to(self.device), weights_K)
+            part, right, _ = self.objective(batch.to(self.device), weights_K)
             loss += part
             right_K += right
         self.objective.train()

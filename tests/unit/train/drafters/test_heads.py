@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from paradraft.data.samples import Sample
 from paradraft.engine.loader import load
 from paradraft.models.output_head import sizes_of
 from paradraft.models.runtime import Runtime
 from paradraft.train import trainee_module
 from paradraft.train.drafters.draft_layers import UNSURE
+from paradraft.train.objectives.losses import IGNORED
 from paradraft.train.run import launch, setup
 from tests.contract.test_every_trainee import SETTINGS, recipe_for
 from tests.support.kinds import model_of
@@ -68,6 +70,32 @@ def test_new_layers_begin_unsure(family: Path, tmp_path: Path, name: str, kind: 
             torch.testing.assert_close(objective.fc(torch.cat(each)), torch.full((32,), embeddings))
         own = objective.norm(torch.ones(1, 32))
         torch.testing.assert_close(own, UNSURE * objective.target.model.model.norm(torch.ones(1, 32)))
+
+
+@pytest.mark.parametrize("weighting", ["none", "valid_prefix"])
+def test_rows_are_regressed_where_their_token_cannot_be_drafted(family: Path, tmp_path: Path, weighting: str) -> None:
+    """Guards EAGLE's second loss with few ids: states of all tokens of the text are learnt; with a weighting those rows
+    that it weights, and of no other loss, and evaluations are those without it."""
+    settings = {"k": 3, "draft_vocab_size": 6, "regression": 1.0, "classification": 0.0, "weighting": weighting}
+    recipe = recipe_for("eagle_parallel", family, tmp_path / "out", **settings)
+    trainee = setup.prepare(recipe, trainee_module("eagle_parallel").build, torch.device("cpu"), processes=1).trainee
+    sample = Sample(tokens=list(range(1, 15)), is_label=[True] * 14)
+    batch, objective = trainee.collate([[sample]], [[torch.Generator().manual_seed(0)]]), trainee.objective
+    weights_K = torch.tensor([1.0, 0.5, 0.25])
+    with torch.no_grad():
+        states = objective.features.states(batch.texts)
+        hidden = objective.hidden(batch, states)
+        gathered = states.gather(1, batch.text_indices[:, :, None].expand_as(hidden))
+        each = torch.nn.functional.smooth_l1_loss(hidden, gathered, reduction="none").mean(-1)
+        whole = (weights_K[batch.depths] * (batch.labels != IGNORED) * each).sum()
+        torch.testing.assert_close(objective.eval()(batch, weights_K)[0], whole)
+        total, _, weight = objective.train()(batch, weights_K)
+        drafted = objective.target.vocab_map.rows_of(batch.labels) >= 0
+        assert 0 < weight <= (weights_K[batch.depths] * drafted).sum() < weights_K[batch.depths].sum()
+        if weighting == "none":
+            torch.testing.assert_close(total, whole)
+        else:
+            assert 0 < total < (weights_K[batch.depths] * drafted * each).sum()
 
 
 def test_own_heads_are_those_of_the_depth(family: Path, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.train.init.adaptation import add_mask_token
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
 from paradraft.train.objectives.losses import IGNORED
-from paradraft.train.objectives.objective import Objective, _labelled_in_text_order
+from paradraft.train.objectives.objective import Objective
+from paradraft.train.objectives.row_loss import RowLoss, in_text_order
 from paradraft.train.objectives.teacher import Teacher
 from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
 from tests.support.decoding import prefilled
@@ -53,7 +54,7 @@ def test_training_predicts_what_decoding_computes(kind: str, r: float, packed: b
     lm = CausalLM(model, vocab_size=ROWS, compiled=False)
     batch = batch_of(r, k, packed=packed)
     logits, _ = predictions(Objective(model), batch)
-    order = _labelled_in_text_order(batch)
+    order = in_text_order(batch)
     group = order // batch.labels.shape[1]
     text = batch.documents.flatten()[order] if packed else group
     places = [tensor.flatten()[order].tolist() for tensor in (batch.positions, batch.depths, batch.labels)]
@@ -80,12 +81,12 @@ def test_logits_in_pieces_give_the_same_gradients(chunk: int, kind: str | None) 
     for rows in (10**6, chunk):
         model = tiny_model(5)
         teacher = None if kind is None else Teacher(tiny_model(6), vocab_size=VOCAB, mask_id=MASK)
-        objectives = [Objective(model, teacher=teacher, kind=kind or "forward_kl") for _ in range(2)]
+        objectives = [Objective(model, teacher=teacher, row_loss=RowLoss(kind=kind)) for _ in range(2)]
         for objective in objectives:
             objective.chunk = rows
         _, sizes = predictions(objectives[0], batch)
         assert max(sizes) == min(rows, int((batch.labels != IGNORED).sum()))
-        loss, right = objectives[1](batch, weights)
+        loss, right, _ = objectives[1](batch, weights)
         loss.backward()
         results.append((loss.detach(), right, {name: p.grad for name, p in model.named_parameters()}))
     (loss, right, gradients), (other_loss, other_right, other_gradients) = results
@@ -100,9 +101,9 @@ def test_rows_are_counted_by_depth() -> None:
     batch = batch_of(1.0)
     model = tiny_model(5)
     with torch.no_grad():
-        _, right = Objective(model)(batch, torch.ones(4))
+        _, right, _ = Objective(model)(batch, torch.ones(4))
     logits, _ = predictions(Objective(model), batch)
-    order = _labelled_in_text_order(batch)
+    order = in_text_order(batch)
     hits = logits.argmax(-1) == batch.labels.flatten()[order]
     expected = [int(hits[batch.depths.flatten()[order] == depth].sum()) for depth in range(4)]
     assert right.tolist() == expected

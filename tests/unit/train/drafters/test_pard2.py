@@ -17,7 +17,7 @@ from paradraft.engine.loader import load
 from paradraft.models.forward import ForwardOut
 from paradraft.models.runtime import Runtime
 from paradraft.train.drafters.pard2 import Pard2Recipe, Pard2Trainee
-from paradraft.train.objectives.objective import _labelled_in_text_order
+from paradraft.train.objectives.row_loss import in_text_order
 from tests.conftest import VOCAB
 from tests.contract.test_every_trainee import prepare, recipe_for, train
 from tests.support.decoding import requests
@@ -62,7 +62,7 @@ def test_decoding_computes_what_is_trained(
             objective.added, whole = added, objective.added
             logits, _ = predictions(objective, rows)
             objective.added = whole
-            order = _labelled_in_text_order(rows)
+            order = in_text_order(rows)
             is_after = (rows.positions - rows.depths).flatten()[order] == len(prompt) - 1
             assert rows.depths.flatten()[order][is_after].tolist() == [0, 1, 2, 3]
             predicted = logits[is_after][:, :VOCAB].argmax(-1).tolist()
@@ -117,7 +117,7 @@ def test_without_weights_it_is_pard_to_the_last_bit(family: Path, tmp_path: Path
 def test_dropped_samples_are_trained_without_states(family: Path, tmp_path: Path) -> None:
     """Guards the half of training for serving without states: the loss of a dropped sample is PARD's, that of others is
     not, and evaluations drop none."""
-    trainee = trainee_of(family, tmp_path / "out", state_dropout=0.5, state_scale=1.0)
+    trainee = trainee_of(family, tmp_path / "out", state_dropout=0.5, state_scale=1.0, weighting="none")
     objective, whole = trainee.objective.train(), trainee.objective.added
     text, weights = Sample(tokens=list(range(1, 12)), is_label=[True] * 11), torch.ones(4)
     kinds = set()
@@ -154,6 +154,12 @@ def test_training_goes_on_from_a_folder_with_states(family: Path, tmp_path: Path
     train("pard", recipe_for("pard", family, tmp_path / "bare", **again))
     config = json.loads((tmp_path / "bare" / "config.json").read_text())
     assert config["spd_type"] == "pard" and not [key for key in config if key.startswith("pard2")]
+
+
+def test_text_alone_can_be_learnt_with_the_targets_states(family: Path, tmp_path: Path) -> None:
+    """Guards losses that read no probabilities: the teacher is still read, for its states."""
+    for settings in ({"weighting": "none"}, {"weighting": "expected_length:by=text"}):
+        trainee_of(family, tmp_path / "out", loss="cross_entropy", **settings)
 
 
 @pytest.mark.parametrize(

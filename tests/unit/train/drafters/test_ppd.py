@@ -118,7 +118,7 @@ def test_only_prompt_tokens_are_trained(family: Path, tmp_path: Path, settings: 
     assert isinstance(objective, PpdObjective)
     names = {name for name, parameter in objective.named_parameters() if parameter.requires_grad}
     assert "prompts.embeddings" in names and all(name.startswith("prompts.") for name in names)
-    loss, _ = objective(batch_of(trainee, [[0], [1]]), torch.ones(4))
+    loss, *_ = objective(batch_of(trainee, [[0], [1]]), torch.ones(4))
     loss.backward()
     for name, parameter in objective.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, name

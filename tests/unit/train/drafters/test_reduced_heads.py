@@ -16,6 +16,7 @@ from paradraft.formats.vocab_map import D2T, VocabMap
 from paradraft.models.runtime import Runtime
 from paradraft.train.objectives.losses import IGNORED
 from paradraft.train.objectives.rows import attention_mask
+from paradraft.train.objectives.teacher import Teacher
 from tests.conftest import VOCAB, tiny_model
 from tests.contract.test_every_trainee import prepare, recipe_for, train
 from tests.support.reduced_heads import reduced_folder
@@ -33,7 +34,7 @@ def reduced(family: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "settings",
     [
         {},
-        {"teacher": "target", "chain_weight": 1.0},
+        {"teacher": "target", "weighting": "chain"},
         {"teacher": "target", "previous_token_rank": 4},
         {"k": 1},
         {"lora": {"rank": 2}},
@@ -96,8 +97,8 @@ def test_only_tokens_with_a_row_are_learnt(family: Path, reduced: Path, tmp_path
     batch = trainee.collate([[Sample(tokens=tokens, is_label=[True] * 10)]], [[torch.Generator().manual_seed(0)]])
     weights_K = torch.tensor([1.0, 0.5, 0.25])
     with torch.no_grad():
-        loss, right_K = objective(batch, weights_K)
-        whole = objective.teacher.whole
+        loss, right_K, _ = objective(batch, weights_K)
+        whole = Teacher(objective.teacher.model, vocab_size=72, mask_id=None)
         expected, right = 0.0, torch.zeros(3)
         states = objective.model.model(
             inputs_embeds=objective.model.get_input_embeddings()(batch.tokens),

@@ -44,7 +44,7 @@ def test_gradients_are_those_of_all_rows_at_once(chunk: int, is_frozen: bool) ->
         states = parts.states()
         weights = [weight for weight in parts.parameters() if weight.requires_grad]
         if in_chunks:
-            total, values = sum_in_chunks(parts.loss, states, rows_M, chunk, weights)
+            total, values = sum_in_chunks(parts.loss, states, rows_M.split(chunk), weights)
         else:
             total, values = parts.loss(states[rows_M], rows_M)
         (3 * total).backward()
@@ -60,7 +60,7 @@ def test_a_head_is_read_only_once() -> None:
     """Guards the reason for it: logits that are computed again in the backward pass cost a third of the head's time."""
     parts, calls = Parts(), []
     parts.head.register_forward_hook(lambda *_: calls.append(1))
-    total, _ = sum_in_chunks(parts.loss, parts.states(), torch.arange(ROWS), 4, list(parts.parameters()))
+    total, _ = sum_in_chunks(parts.loss, parts.states(), torch.arange(ROWS).split(4), list(parts.parameters()))
     total.backward()
     assert len(calls) == 3
 
@@ -68,7 +68,7 @@ def test_a_head_is_read_only_once() -> None:
 def test_without_gradients_nothing_is_kept() -> None:
     parts = Parts()
     with torch.no_grad():
-        total, values = sum_in_chunks(parts.loss, parts.states(), torch.arange(ROWS), 4, list(parts.parameters()))
+        total, values = sum_in_chunks(parts.loss, parts.states(), torch.arange(ROWS).split(4), list(parts.parameters()))
     assert not total.requires_grad and len(values) == ROWS
 
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from paradraft.train.objectives.losses import IMPOSSIBLE, cross_entropy, divergence, row_weights
+from paradraft.train.objectives.losses import DIVERGENCES, IMPOSSIBLE, cross_entropy, divergence, row_weights
 
 R, V, K = 30, 7, 5
-KINDS = ("forward_kl", "reverse_kl", "jensen_shannon", "total_variation")
+KINDS = tuple(DIVERGENCES)
 
 
 def case(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -33,7 +33,10 @@ def by_hand(p: list[float], q: list[float], kind: str) -> float:
         "forward_kl": kl(p, q),
         "reverse_kl": kl(q, p) if all(p) else math.inf,
         "jensen_shannon": (kl(p, mixture) + kl(q, mixture)) / 2,
-        "total_variation": 1 - sum(map(min, p, q)),
+        "total_variation": 1 - (alpha := sum(map(min, p, q))),
+        "acceptance": -math.log(alpha),
+        "acceptance_hybrid": math.exp(-3 * alpha) * kl(p, q) + (1 - math.exp(-3 * alpha)) * (1 - alpha),
+        "top_k": kl(p, q),  # of fewer tokens than ten
     }[kind]
 
 
@@ -124,8 +127,85 @@ def test_a_drafter_that_agrees_with_its_teacher_has_nothing_to_learn(kind: str) 
         # KL(p || q) falls where q goes towards p, token by token.
         p, q = teacher.softmax(-1), logits.detach()[:, :-1].softmax(-1)
         torch.testing.assert_close(logits.grad[:, :-1], q - p[:, :-1])
-    if kind != "total_variation":  # whose slope jumps there
+    if kind not in ("total_variation", "acceptance", "acceptance_hybrid"):  # whose slopes jump there
         assert logits.grad[:5].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_forbidden", [False, True])
+def test_slopes_are_those_of_autograd(kind: str, has_forbidden: bool) -> None:
+    """Guards the slopes that are written by hand, against those of plain formulas, in float64."""
+    generator = torch.Generator().manual_seed(3)
+    logits, teacher = (2 * torch.randn(R, 50, dtype=torch.float64, generator=generator) for _ in range(2))
+    teacher[:, ::7] = IMPOSSIBLE if has_forbidden else teacher[:, ::7]
+    own, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    scale = torch.linspace(0.5, 2, R, dtype=torch.float64)
+    (scale * divergence(own, teacher, kind)).sum().backward()
+    allowed = teacher[0] > IMPOSSIBLE
+    log_p = teacher[:, allowed].log_softmax(1)
+    log_q, others = plain[:, allowed].log_softmax(1), -plain.log_softmax(1)[:, allowed].logsumexp(1)
+    p, q = log_p.exp(), log_q.exp()
+    alpha, forward = torch.minimum(p, q).sum(1), (p * (log_p - log_q)).sum(1)
+    mixture = ((p + q) / 2).log()
+    share = torch.exp(-3 * alpha.detach())
+    top, ids = log_p.topk(10)
+    expected = {
+        "forward_kl": forward,
+        "reverse_kl": (q * (log_q - log_p)).sum(1),
+        "jensen_shannon": ((p * (log_p - mixture)).sum(1) + (q * (log_q - mixture)).sum(1)) / 2,
+        "total_variation": 1 - alpha,
+        "acceptance": -alpha.log(),
+        "acceptance_hybrid": share * forward + (1 - share) * (1 - alpha),
+        "top_k": (top.exp() * (top - log_q.gather(1, ids))).sum(1) + (top.exp().sum(1) - 1) * others,
+    }[kind] + others
+    (scale * expected).sum().backward()
+    torch.testing.assert_close(divergence(own, teacher, kind), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(own.grad, plain.grad, rtol=1e-8, atol=1e-10)
+
+
+def test_acceptance_is_what_total_variation_leaves() -> None:
+    """Guards the two against each other, where no id is forbidden, and the loss of an untrained drafter, whose α is
+    below the least float32: total variation has no slope there, -log α has that of cross-entropy."""
+    logits, labels, _ = case(5)
+    teacher = case(6)[0]
+    apart = divergence(logits, teacher, "total_variation")
+    torch.testing.assert_close(torch.exp(-divergence(logits, teacher, "acceptance")), 1 - apart)
+    sure = torch.full((R, V), -1e3).scatter(1, labels[:, None], 0.0)
+    far = (40 * logits).requires_grad_()
+    for kind, found in (("acceptance", cross_entropy(far, labels)), ("forward_kl", cross_entropy(far, labels))):
+        torch.testing.assert_close(divergence(far, sure, kind), found, rtol=1e-5, atol=1e-4)
+        (slope,) = torch.autograd.grad(divergence(far, sure, kind).sum(), far)
+        (wanted,) = torch.autograd.grad(cross_entropy(far, labels).sum(), far)
+        torch.testing.assert_close(slope, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1, 20, 60, 300])
+def test_overlaps_of_sure_models_equal_those_in_float64(scale: int) -> None:
+    """Guards α of drafters that give nearly all to forbidden tokens, or nothing to what the teacher may say: products
+    of probabilities that float32 does not have."""
+    generator = torch.Generator().manual_seed(4)
+    logits, teacher = (scale * torch.randn(200, 30, generator=generator) for _ in range(2))
+    teacher[:, ::3] = IMPOSSIBLE
+    for kind in ("acceptance", "total_variation"):
+        own, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+        found, expected = divergence(own, teacher, kind), divergence(exact, teacher.double(), kind)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+        found.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(own.grad.double(), exact.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_a_sampled_baseline_changes_no_slope() -> None:
+    """Guards the docstring: TVD++'s reward is 1 where q < p, less its mean; the expectation over all tokens of its
+    policy gradient is total variation's gradient, with any baseline."""
+    logits, teacher = case(7)[0].double().requires_grad_(), case(8)[0].double()
+    p, log_q = teacher.softmax(1), logits.log_softmax(1)
+    reward = (log_q.exp() < p).double()
+    for baseline in (0.0, float(reward.mean())):
+        (slope,) = torch.autograd.grad((-(log_q.exp().detach() * (reward - baseline)) * log_q).sum(), logits)
+        (wanted,) = torch.autograd.grad(divergence(logits, teacher, "total_variation").sum(), logits)
+        torch.testing.assert_close(slope, wanted)
+        log_q = logits.log_softmax(1)
 
 
 def test_divergences_of_certain_models_are_finite() -> None:

@@ -26,11 +26,10 @@ from paradraft.train.drafters.pard_recipe import PardRecipe
 from paradraft.train.init.init_draft import make
 from paradraft.train.init.init_from import PretrainedSibling
 from paradraft.train.objectives.batch import Drop, TrainingBatch, collate
-from paradraft.train.objectives.objective import Objective, chain_probabilities, corrected
+from paradraft.train.objectives.objective import Objective, corrected
 from paradraft.train.objectives.rows import attention_mask
-from paradraft.train.objectives.teacher import Teacher
 from paradraft.train.run import setup
-from tests.conftest import VOCAB, tiny_model, tiny_tokenizer
+from tests.conftest import VOCAB, tiny_tokenizer
 from tests.support.kinds import model_of
 
 WIDTH, RANK = 6, 4
@@ -125,26 +124,6 @@ def test_ids_that_are_no_tokens_are_not_corrected(family: Path, tmp_path: Path, 
     torch.testing.assert_close(found.softmax(1)[:, objective.unused], plain.softmax(1)[:, objective.unused])
     found[:, objective.unused].sum().backward()
     assert any(weight.grad is not None and weight.grad.any() for weight in model.parameters())
-
-
-@pytest.mark.parametrize("groups", [[[12, 9], [15]], [[7]]])
-def test_chains_weigh_what_the_teacher_gives_to_them(groups: list[list[int]]) -> None:
-    """Guards probabilities of other tokens, or of one too many, against those of the tokens one by one."""
-    batch = batch_of(groups)
-    model = tiny_model(1).float()
-    teacher = Teacher(model, vocab_size=VOCAB, mask_id=None)
-    read = teacher.read(batch.texts)
-    found = chain_probabilities(teacher, read, batch)
-    for group in range(len(batch.tokens)):
-        for row in range(batch.tokens.shape[1]):
-            if batch.documents[group, row] < 0:
-                continue
-            place, depth = int(batch.text_indices[group, row]), int(batch.depths[group, row])
-            expected = 1.0
-            for before in range(place - depth, place):
-                probs = teacher.expects(read[group, before][None], model.config.vocab_size).softmax(-1)[0]
-                expected *= float(probs[batch.texts.tokens[group, before + 1]])
-            assert float(found[group, row]) == pytest.approx(expected, rel=1e-3)
 
 
 def recipe_for(family: Path, out: Path, **settings: object) -> PardRecipe:
@@ -371,8 +350,3 @@ def test_the_head_is_in_the_estimate(family: Path, tmp_path: Path, monkeypatch: 
             torch.device("cpu"),
             processes=1,
         )
-
-
-def test_only_a_teacher_knows_how_likely_chains_are(family: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"chain_weight=0\.5: only a teacher knows it, name one"):
-        recipe_for(family, tmp_path / "out", chain_weight=0.5)

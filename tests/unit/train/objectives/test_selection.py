@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paradraft.formats.path_heads import SELECTED
+from paradraft.train.objectives.row_loss import RowLoss
 from paradraft.train.objectives.selection import selection_loss
 
 ROWS, VOCAB = 12, 40
@@ -25,7 +26,7 @@ def test_the_loss_is_over_the_likeliest_tokens(has_teacher: bool) -> None:
         assert torch.equal(of_ids, logits.gather(1, ids))
         return of_ids + read.gather(1, ids)
 
-    losses, best = selection_loss(select, added, logits, labels, teacher, "forward_kl")
+    losses, best = selection_loss(select, added, logits, labels, teacher, RowLoss(kind="forward_kl").of)
     missing = 0
     for row in range(ROWS):
         ids = logits[row].topk(SELECTED).indices.tolist()

@@ -216,12 +216,23 @@ def test_gradients_are_clipped(family: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"samples_per_pass": 1}, {"samples_per_pass": 2}, {"pack": True}, {"gradient_checkpointing": True}]
+    ("settings", "weighting"),
+    [
+        ({"samples_per_pass": 1}, "none"),
+        ({"samples_per_pass": 1}, "expected_length:by=text"),
+        ({"samples_per_pass": 2}, "valid_prefix"),
+        ({"pack": True}, "none"),
+        ({"pack": True}, "first_error"),
+        ({"gradient_checkpointing": True}, "none"),
+    ],
 )
-def test_less_memory_gives_the_same_losses(family: Path, tmp_path: Path, settings: dict[str, object]) -> None:
+def test_less_memory_gives_the_same_losses(
+    family: Path, tmp_path: Path, settings: dict[str, object], weighting: str
+) -> None:
     """Guards accumulation, packing and checkpointing: how a step is cut into passes must not change what is learnt,
-    also when the passes have different numbers of labels."""
+    also when the passes have different numbers of labels, or rows of other weights."""
     common = {"samples_per_step": 3, "average": "per_depth", "optimizer": "adamw", "max_length": 33}
+    common["weighting"] = weighting
     whole = losses_of(recipe_for(family, tmp_path / "whole", **common))
     assert losses_of(recipe_for(family, tmp_path / "cut", **common, **settings)) == pytest.approx(whole, rel=1e-5)
 
