@@ -28,6 +28,26 @@ def test_json_says_whether_an_answer_is_lossless(
     assert ("not lossless" in outcome.err) is not is_lossless
 
 
+def test_a_drafter_learns_from_the_rounds_that_it_drafted(family: Path, paradraft: Paradraft, tmp_path: Path) -> None:
+    """Guards the way from decoding to training: the log of one command is the data of the other."""
+    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("abc", "hello", "cab")))
+    asked = ["--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", 24, "--rounds", tmp_path / "rounds.jsonl"]
+    assert paradraft("generate", *drafting(family, "pard"), "--lengths", "fixed", *asked).code == 0
+    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 3
+    recipe = {
+        "model": str(family / "pard"), "data": [{"path": str(tmp_path / "rounds.jsonl"), "anchors": "refused"}],
+        "out": str(tmp_path / "out"), "steps": 2, "k": 3, "max_length": 30, "held_out": 0, "device": "cpu",
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    assert paradraft("train", "pard", tmp_path / "recipe.yaml").code == 0
+    assert_mistake(
+        paradraft(
+            "generate", *drafting(family, "pard"), "--prompt", "abc", "--rounds", tmp_path / "no" / "rounds.jsonl"
+        ),
+        "cannot be written",
+    )
+
+
 @pytest.mark.parametrize("name", drafter_names())
 def test_prompt_is_answered(family: Path, paradraft: Paradraft, name: str) -> None:
     """Guards against a drafter that changes the text, and against noise of the libraries: the standard output is

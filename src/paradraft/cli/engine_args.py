@@ -27,6 +27,7 @@ class EngineArgs:
     speculation: Annotated[Speculation, options.AUTOMATIC]
     runtime: Runtime
     placement: Placement
+    rounds: options.Rounds = None
 
     def load(self, *, kept_rows: int = 0) -> Engine:
         """Loads the engine; see `load_engine`."""
@@ -34,10 +35,13 @@ class EngineArgs:
             from paradraft.engine.loader import load_engine
 
         with console(stderr=True).status("loading; the first time passes are built for this CPU"):
-            return load_engine(
+            engine = load_engine(
                 self.target, self.speculation, kept_rows=kept_rows, runtime=self.runtime, placement=self.placement,
                 tries_plain=True, has_grammars=self.has_grammars,
             )  # fmt: skip
+        if self.rounds is not None:
+            engine.log_rounds(self.rounds)
+        return engine
 
 
 def tell_reason(engine: Engine) -> None:

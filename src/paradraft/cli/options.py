@@ -69,6 +69,14 @@ TemplateVariables = Annotated[
         'JSON object of variables of the chat template, such as {"enable_thinking": false}.', "--chat-template-kwargs"
     ),
 ]
+Rounds = Annotated[
+    Path | None,
+    option(
+        "Add the tokens of each answer that was drafted for, and where its rounds began, to this JSONL file: a drafter "
+        "is trained on them. It holds what users wrote.",
+        "--rounds", section=sections.DRAFTING,
+    ),
+]  # fmt: skip
 FEW = 8
 """Default number of prompts of audits and exports."""
 

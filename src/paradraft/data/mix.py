@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from paradraft.data.samples import Sample
+from paradraft.data.samples import BEGAN, REFUSED, Sample
 from paradraft.models.names import POCKET
 from paradraft.sources.loading import pocket_folder
 
@@ -28,8 +28,14 @@ class Source(BaseModel):
         "the other",
     )
     most: int | None = Field(default=None, ge=1, description="most samples to take, chosen by seed; by default all")
+    anchors: Literal["all", "rounds", "refused"] = Field(
+        default="all",
+        description="of a log of rounds (--rounds): drafts are trained after all tokens, after those at which rounds "
+        "began, or only rounds in which something was refused; COD then drops nothing",
+    )
 
 
+ANCHORS = {"all": 0, "rounds": BEGAN, "refused": REFUSED}
 PLAIN, MIXED = "file", "mixed"
 Entry = Annotated[
     Annotated[Path, Tag(PLAIN)] | Annotated[Source, Tag(MIXED)],
@@ -47,7 +53,10 @@ def as_source(entry: Path | Source) -> Source:
 
 
 def share(samples: list[Sample], source: Source, seed: int) -> list[Sample]:
-    """Selects the samples that a run learns from a source, in their order, each with its weight.
+    """Selects the samples that a run learns from a source, in their order, each with its weight and anchors.
+
+    Raises:
+        ValueError: anchors are wanted that all samples lack; those without any are left out.
 
     >>> samples = [Sample(tokens=[i, 0], is_label=[True] * 2) for i in range(9)]
     >>> [sample.tokens[0] for sample in share(samples, Source(path="some.txt", most=3), seed=0)]
@@ -57,6 +66,13 @@ def share(samples: list[Sample], source: Source, seed: int) -> list[Sample]:
         generator = torch.Generator().manual_seed(seed)
         chosen = torch.randperm(len(samples), generator=generator)[: source.most].sort().values
         samples = [samples[index] for index in chosen.tolist()]
+    if source.anchors != "all":
+        if not all(sample.rounds for sample in samples):
+            raise ValueError(f"{source.path}: anchors={source.anchors} is for a log of rounds, which --rounds writes")
+        anchored = [replace(sample, anchors=ANCHORS[source.anchors]) for sample in samples]
+        samples = [sample for sample in anchored if sample.may_draft().any()]
+        if not samples:
+            raise ValueError(f"{source.path}: anchors={source.anchors}: no answer has such a round")
     return samples if source.weight == 1 else [replace(sample, weight=source.weight) for sample in samples]
 
 

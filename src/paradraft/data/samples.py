@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+BEGAN, REFUSED = 1, 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -22,21 +24,38 @@ class Sample:
         tokens: at least two token ids.
         group: shared by pieces of one record and by answers to one prompt.
         weight: times that an epoch takes the sample.
+        rounds: of each token whether a round of decoding began after it (`BEGAN`), and refused some of its draft
+            (`REFUSED`); empty if unknown.
+        anchors: drafts are trained after tokens with at least this value in `rounds`.
     """
 
     tokens: Sequence[int]
     is_label: Sequence[bool]
     group: int = field(default=0, compare=False)
     weight: float = field(default=1.0, compare=False)
+    rounds: Sequence[int] = ()
+    anchors: int = 0
 
     def __post_init__(self) -> None:
-        assert len(self.tokens) == len(self.is_label)
-        for name, kind in (("tokens", "i"), ("is_label", "b")):
+        assert len(self.tokens) == len(self.is_label) and len(self.rounds) in (0, len(self.tokens))
+        for name, kind in (("tokens", "i"), ("is_label", "b"), ("rounds", "b")):
             values = getattr(self, name)
             if isinstance(values, memoryview):
                 assert values.format == kind
             else:
                 object.__setattr__(self, name, array(kind, values))
+
+    def may_draft(self, first: int = 0) -> np.ndarray:
+        """`[n - 1]` whether drafts are trained after each token but the last: a label follows, and it is an anchor.
+
+        Args:
+            first: tokens from the place to the root of its round: 1 if the target's own token comes between.
+        """
+        is_label = np.asarray(self.is_label, dtype=np.bool_)[1:]
+        if not self.anchors:
+            return is_label
+        is_anchor = np.asarray(self.rounds)[first:] >= self.anchors
+        return is_label & np.pad(is_anchor, (0, first))[: len(is_label)]
 
 
 def label_counts(samples: Iterable[Sample], vocab_size: int) -> Tensor:
@@ -75,7 +94,8 @@ def truncated(whole: Sample, max_length: int, *, group: int) -> Iterable[Sample]
     >>> [list(piece.tokens) for piece in truncated(whole, 3, group=0)]
     [[5, 6, 7]]
     """
-    first = replace(whole, tokens=whole.tokens[:max_length], is_label=whole.is_label[:max_length])
+    start = slice(max_length)
+    first = replace(whole, tokens=whole.tokens[start], is_label=whole.is_label[start], rounds=whole.rounds[start])
     return pieces(first, max_length, group=group)
 
 
@@ -92,7 +112,13 @@ def pieces(whole: Sample, max_length: int, *, group: int) -> Iterable[Sample]:
     for start in range(0, last, max_length - 1):
         piece = slice(start, min(start + max_length, last + 1))
         if any(whole.is_label[piece][1:]):
-            yield Sample(tokens=whole.tokens[piece], is_label=whole.is_label[piece], group=group)
+            yield replace(
+                whole,
+                tokens=whole.tokens[piece],
+                is_label=whole.is_label[piece],
+                rounds=whole.rounds[piece],
+                group=group,
+            )
 
 
 def _last_label(whole: Sample) -> int:

@@ -307,19 +307,16 @@ class Batch:
         rows = zip(self.generations, verdict.tokens, verdict.paths, *draft.lists, strict=True)
         for generation, committed, path, guesses, parents in rows:
             node_depths = [] if generation.is_finished else depths_of_row(guesses, parents)
-            new = generation.emit(
-                committed,
-                len(path),
-                drafted=sum(map(bool, node_depths)),
-                logprobs=logprobs_by_id.get(generation.request.id, ()),
-            )
+            count, depth = sum(map(bool, node_depths)), max(node_depths, default=0)
+            its = logprobs_by_id.get(generation.request.id, ())
+            new = generation.emit(committed, len(path), drafted=count, depth=depth, logprobs=its)
             # Deeper nodes may be invalid: a processor may have forbidden every token after a rejected guess.
             if new and any(token == INVALID and parent < 0 for token, parent in zip(guesses, parents, strict=True)):
                 generation.fail(ValueError(NOT_NUMBERS.format(model="draft model")))
             tokens.append(new)
             accepted.append(min(len(path), len(new)))
-            drafted.append(max(node_depths, default=0))
-            nodes.append(sum(map(bool, node_depths)))
+            drafted.append(depth)
+            nodes.append(count)
             paths.append(path[: accepted[-1]])
         return RoundOutput(
             requests=[generation.request.id for generation in self.generations],

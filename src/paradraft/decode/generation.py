@@ -39,6 +39,8 @@ class Generation:
         """By round, the number of accepted tokens."""
         self.drafted: list[int] = []
         """By round, the number of drafted tokens, side branches included."""
+        self.depths: list[int] = []
+        """By round, the depth of the draft."""
         self.logprobs: list[TokenLogprobs] = []
         """Of the tokens, for a request with `logprobs`."""
         self.round_ends: list[int] = []
@@ -98,7 +100,12 @@ class Generation:
         return room if self.request.k is None else min(room, self.request.k)
 
     def emit(
-        self, committed: list[int], accepted: int, drafted: int = 0, logprobs: Sequence[TokenLogprobs] = ()
+        self,
+        committed: list[int],
+        accepted: int,
+        drafted: int = 0,
+        depth: int = 0,
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> list[int]:
         """Appends the tokens of a round.
 
@@ -130,6 +137,7 @@ class Generation:
         self.tokens += new
         self.accepted.append(min(accepted, len(new)))
         self.drafted.append(drafted)
+        self.depths.append(depth)
         self.logprobs += logprobs[: len(new)]
         self.round_ends.append(len(self.tokens))
         # The tokens are on the host, so the GPU's work is done.

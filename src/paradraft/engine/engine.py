@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, overload
 
 from paradraft.core import Drafter, Request
@@ -15,6 +15,7 @@ from paradraft.decode.lengths.draft_length import Fixed, LengthPolicy, length_po
 from paradraft.decode.payoff import Compared, Payoff
 from paradraft.decode.pearl.pearl import AheadBatch, best_gamma
 from paradraft.decode.pearl.remote import Span
+from paradraft.decode.round_log import RoundLog
 from paradraft.decode.stats import Clock
 from paradraft.drafters.none import NoDrafter
 from paradraft.engine.answers import Answers, Chunk, Result
@@ -27,7 +28,7 @@ from paradraft.models.target import Target
 from paradraft.placement import on_cpus
 from paradraft.sampling_params import GREEDY, Sampling
 from paradraft.text.chat_template import ask_tokens, template_of
-from paradraft.verify import Rule, Verify, load_rule
+from paradraft.verify import Verify
 
 
 class Engine:
@@ -51,7 +52,7 @@ class Engine:
         speculation = speculation.fitted_to(drafter).settled(
             drafts=not isinstance(drafter, NoDrafter), is_exact=target.lm.is_native
         )
-        rule = _checked_rule(target, drafter, speculation)
+        rule = speculation.checked_rule(target, drafter)
         target.lm.check_hidden_layers(drafter.hidden_layers)
         if (kept_rows := whole_number("kept_rows", kept_rows)) < 0:
             raise ValueError(f"kept_rows={kept_rows}: use 0 (keep none) or more")
@@ -99,6 +100,18 @@ class Engine:
         Only a clear difference counts: None also if few tokens were decoded or timings were noisy.
         """
         return self.payoff.advice(self.speculation.instead)
+
+    def log_rounds(self, file: str | Path) -> None:
+        """Appends all further answers to a JSONL file, with the places where their rounds began, for training.
+
+        The file holds what users wrote; see `paradraft.decode.round_log`.
+
+        Raises:
+            ValueError: the file cannot be written, or the drafter runs ahead.
+        """
+        if self.speculation.gamma is not None:
+            raise ValueError("rounds: with gamma drafts begin before rounds do, leave gamma out")
+        self._scheduler.on_end = RoundLog(Path(file)).add
 
     def close(self) -> None:
         """Ends the drafter's process, if any; `with load(…) as engine` calls it."""
@@ -331,20 +344,3 @@ class Engine:
         check_round(self.speculation, k, logprobs)
         requests_of(self.target, rows_of(prompts)[0], max_new_tokens, sampling)
         self._answers.stop_strings(stop)
-
-
-def _checked_rule(target: Target, drafter: Drafter, speculation: Speculation) -> Rule:
-    """The verification rule; raises ValueError if target or drafter cannot speculate like this."""
-    most = target.lm.width - 1
-    if speculation.k > most:
-        raise ValueError(f"k={speculation.k}: draft 1 to {most} tokens per round")
-    if (own := drafter.max_k) is not None and speculation.k > own:
-        raise ValueError(f"k={speculation.k}: this drafter drafts at most {own} tokens per round, set k={own}")
-    speculation.check_drafter(drafter)
-    rule = load_rule(speculation.verify)
-    rule.check(target)
-    if rule.warning is not None:
-        warnings.warn(f"verify={speculation.verify!r}: {rule.warning}", stacklevel=3)
-    if (nodes := speculation.nodes_of(drafter)) > most:
-        raise ValueError(f"a tree of {nodes} nodes: a pass has room for {most}")
-    return rule

@@ -86,6 +86,8 @@ class Scheduler:
     def __init__(self, batch: Batch, in_round: Callable[[], AbstractContextManager[None]]) -> None:
         self._batch = batch
         self._in_round = in_round
+        self.on_end: Callable[[Generation], None] = lambda generation: None
+        """Called with each answer that has ended, by the thread that ran its last round."""
         self._changed = threading.Condition()
         self._waiting = deque[Generation]()
         self._runner: int | None = None
@@ -274,6 +276,7 @@ class Scheduler:
                 raise RequestError([generation.request.id], error) from error
 
     def _notify(self, rows: list[Generation]) -> None:
+        ended = [row for row in rows if row.is_finished and not row.is_told and row.error is None]
         with self._changed:
             for generation in rows:
                 if generation.is_finished and not generation.is_told:
@@ -282,6 +285,8 @@ class Scheduler:
                 generation.told_rounds = len(generation.round_ends)
                 generation.is_told = generation.is_told or generation.is_finished
             self._changed.notify_all()
+        for generation in ended:
+            self.on_end(generation)
 
     def _failed_by(self, error: BaseException, rows: list[Generation]) -> tuple[list[Generation], Exception]:
         """Those of `rows` that made a round fail, and the cause; none if unknown."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -9,10 +10,11 @@ from paradraft.drafters import check_draft, drafter_class, drafter_config, draft
 from paradraft.errors import one_line, whole_number
 from paradraft.models.names import check_has_weights
 from paradraft.tree import Tree
-from paradraft.verify import check_rule_name, load_rule, rule_class
+from paradraft.verify import Rule, check_rule_name, load_rule, rule_class
 
 if TYPE_CHECKING:
     from paradraft.core import Drafter
+    from paradraft.models.target import Target
 
 MOST_DRAFTED = 256
 """Largest K; caches reserve slots for two drafts of that length."""
@@ -202,6 +204,22 @@ class Speculation:
             return self
         _check_no_other(self.tree, drafter.tree)
         return replace(self, tree=drafter.tree, k=drafter.tree.depth or self.k)
+
+    def checked_rule(self, target: Target, drafter: Drafter) -> Rule:
+        """The verification rule; raises ValueError if target or drafter cannot speculate like this."""
+        most = target.lm.width - 1
+        if self.k > most:
+            raise ValueError(f"k={self.k}: draft 1 to {most} tokens per round")
+        if (own := drafter.max_k) is not None and self.k > own:
+            raise ValueError(f"k={self.k}: this drafter drafts at most {own} tokens per round, set k={own}")
+        self.check_drafter(drafter)
+        rule = load_rule(self.verify)
+        rule.check(target)
+        if rule.warning is not None:
+            warnings.warn(f"verify={self.verify!r}: {rule.warning}", stacklevel=3)
+        if (nodes := self.nodes_of(drafter)) > most:
+            raise ValueError(f"a tree of {nodes} nodes: a pass has room for {most}")
+        return rule
 
 
 def gamma_of(text: str | None) -> int | Literal["auto"] | None:

@@ -154,6 +154,8 @@ TABLES = {".jsonl", ".json", ".parquet"}
 """Suffixes of files with many records."""
 NOT_TEXT = {*TABLES, ".ndjson", ".csv", ".tsv", ".arrow", ".gz", ".zst", ".zip", ".xz"}
 """Suffixes of files that are not plain text; includes `TABLES` to catch other spellings, such as `.JSON`."""
+LOG_KEYS = {"tokens", "prompt_tokens", "rounds", "depths", "accepted"}
+"""Keys of a line of `paradraft.decode.round_log`."""
 RECORD_KEYS = {"text", "prompt", "response", "messages", "conversation", "conversations", "user", "assistant"}
 """Keys that tell a record from a JSON object that wraps a list of records."""
 
@@ -259,7 +261,7 @@ def _records_in(content: object, file: str) -> list[object]:
     """
     if isinstance(content, list):
         return content
-    if not isinstance(content, dict) or content.keys() & RECORD_KEYS:
+    if not isinstance(content, dict) or content.keys() & RECORD_KEYS or content.keys() >= LOG_KEYS:
         return [content]
     arrays = [
         key

@@ -34,7 +34,7 @@ def test_a_run_on_a_mix_goes_on_and_is_recorded(family: Path, tmp_path: Path) ->
     assert len(losses["whole"]) == (7 + 4) * 2 / 2, "an epoch takes half of the second source"
     assert losses["stopped"] == losses["whole"][6:]
     record = json.loads((tmp_path / "stopped" / "train_command.json").read_text())
-    assert record["recipe"]["data"] == [str(first), {"path": str(second), "weight": 0.5, "most": 8}]
+    assert record["recipe"]["data"] == [str(first), {"path": str(second), "weight": 0.5, "most": 8, "anchors": "all"}]
     assert record["data_sha256"].keys() == {str(first), str(second)}
 
 

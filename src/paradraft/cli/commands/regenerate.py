@@ -68,7 +68,7 @@ def line_of(progress: RegenerationProgress) -> str:
     return "  ".join(parts)
 
 
-HERE = (*OPTIONS[Speculation], "batch_size", *OPTIONS[Runtime])
+HERE = (*OPTIONS[Speculation], "rounds", "batch_size", *OPTIONS[Runtime])
 THERE = ("model", "concurrency", "retries", "timeout", "api_key_env", "request_fields")
 """Options of only --target (HERE) or only --endpoint (THERE)."""
 SHOWN_FAILURES = 5
@@ -117,6 +117,7 @@ class RegenerateArgs:
         Speculation,
         Offer(without=("verify", "tree_paths"), helps={"drafter": f"With --target: {options.DRAFTERS}"}),
     ]
+    rounds: options.Rounds = None
     batch_size: Annotated[int, option("Prompts answered together.", least=1)] = 8
     runtime: Runtime
     model: Annotated[str | None, option("With --endpoint: the model's name there.", section=SERVERS)] = None
@@ -144,6 +145,8 @@ class RegenerateArgs:
             from paradraft.engine.loader import load_engine
 
             engine = load_engine(self.target, self.speculation, runtime=self.runtime)
+            if self.rounds is not None:
+                engine.log_rounds(self.rounds)
             return InProcess(
                 engine=engine, target=self.target, sampling=sampling, max_new_tokens=limit,
                 batch_size=self.batch_size, chat_template_kwargs=variables,

@@ -42,6 +42,7 @@ REFUSED = {
     "draft_device": TURNS,
     "target_cpus": "start the command by taskset, or set VLLM_CPU_OMP_THREADS_BIND",
     "target_stages": "use --pipeline-parallel-size",
+    "rounds": "vLLM writes no rounds: leave it out",
     "max_queue": LIMIT,
     "max_body_bytes": LIMIT,
     "timeout_s": LIMIT,

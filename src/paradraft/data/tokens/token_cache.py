@@ -37,7 +37,7 @@ from paradraft.data.tokens.token_table import TYPES, records_of, row_of
 from paradraft.data.tokens.tokenized import Tokenization, Tokenized, tokenized
 from paradraft.digests import file_digest
 from paradraft.signals import sigterm_raises
-from paradraft.sources.records import RECORD_KEYS, Record, content_digest, records
+from paradraft.sources.records import LOG_KEYS, RECORD_KEYS, Record, content_digest, records
 from paradraft.text.chat_template import CLOCK
 
 WHAT = "training data"
@@ -242,7 +242,7 @@ def _rows(source: Path, how: Tokenization, processes: int) -> Iterator[dict[str,
 
 def _batches(source: Path, how: Tokenization) -> Iterator[Batch]:
     """Yields records without unused values; the error at which reading ends takes the turn of a record."""
-    used = set(how.columns.values()) or {*RECORD_KEYS, "finish_reason"}
+    used = set(how.columns.values()) or {*RECORD_KEYS, *LOG_KEYS, "finish_reason"}
 
     def readable() -> Iterator[tuple[str, Record | ValueError]]:
         try:

@@ -2,10 +2,10 @@
 
 A record is `{"text": …}`, `{"prompt": …, "response": …}`, `{"messages": [{"role": …, "content": …}, …]}`,
 the same with ShareGPT's names (`conversations`, `from`, `value`) or AMD's (`conversation`, `human`,
-`assistant`), or `{"user": …, "assistant": …}`, a single exchange. The labels are: of text every token; of a prompt
-and its response the response and the end-of-text after it; of a conversation all turns of the assistant, as the
-model's chat template renders them, and their end tokens. A record with `"finish_reason": "length"` was cut: there is
-no label after its response or its last turn.
+`assistant`), or `{"user": …, "assistant": …}`, a single exchange; or a line of `paradraft.decode.round_log`. The
+labels are: of text every token; of a prompt and its response the response and the end-of-text after it; of a
+conversation all turns of the assistant, as the model's chat template renders them, and their end tokens. A record with
+`"finish_reason": "length"` was cut: there is no label after its response or its last turn.
 
 A sample with more than `max_length` tokens is truncated or split. The pieces of an answer begin in the middle of it,
 without the prompt that the target read there, so by default only plain text is split.
@@ -15,14 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any, Literal
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from paradraft.data.chat import conversation_samples
-from paradraft.data.samples import Sample, group_of, is_longer, pieces, truncated
-from paradraft.sources.records import Record, conversation_of, renamed
+from paradraft.data.samples import BEGAN, REFUSED, Sample, group_of, is_longer, pieces, truncated
+from paradraft.sources.records import LOG_KEYS, Record, conversation_of, renamed
 from paradraft.text.chat_template import ChatTemplate
 from paradraft.text.tokenization import encode_continuation, encode_prompt
 
@@ -116,7 +117,8 @@ def tokenized(place: str, row: Record, how: Tokenization) -> Tokenized:
 
 def _is_text(record: Mapping[str, Any]) -> bool:
     """Whether a valid record is no conversation; in a table, missing values are null."""
-    return any(all(isinstance(record.get(key), str) for key in keys) for keys in (("text",), ("prompt", "response")))
+    texts = (("text",), ("prompt", "response"))
+    return record.keys() >= LOG_KEYS or any(all(isinstance(record.get(key), str) for key in keys) for keys in texts)
 
 
 def _from_record(record: Any, template: ChatTemplate) -> list[Sample]:
@@ -126,9 +128,12 @@ def _from_record(record: Any, template: ChatTemplate) -> list[Sample]:
             return [_from_text(text, tokenizer)]
         case {"prompt": str(prompt), "response": str(response)}:
             return [_from_response(prompt, response, tokenizer, is_cut=is_cut)]
+        case {"tokens": list(tokens), "prompt_tokens": int(start), "rounds": list(roots), "depths": list(depths),
+              "accepted": list(accepted)}:  # fmt: skip
+            return [_from_rounds(tokens, start, list(zip_longest(roots, depths, accepted, fillvalue=-1)))]
     if (messages := conversation_of(record)) is not None:
         return conversation_samples(messages, template, is_cut=is_cut)
-    raise ValueError('expected {"text": …}, {"prompt": …, "response": …} or {"messages": […]}')
+    raise ValueError('expected {"text": …}, {"prompt": …, "response": …}, {"messages": […]} or a line of --rounds')
 
 
 def _from_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
@@ -140,6 +145,21 @@ def _from_response(prompt: str, response: str, tokenizer: PreTrainedTokenizerBas
     question, written = encode_prompt(prompt, tokenizer), encode_continuation(response, tokenizer)
     answer = written if is_cut else _ended(written, tokenizer)
     return Sample(tokens=question + answer, is_label=[False] * len(question) + [True] * len(answer))
+
+
+def _from_rounds(tokens: list[int], start: int, rounds: list[tuple[int, int, int]]) -> Sample:
+    """A line of a log of rounds, see `paradraft.decode.round_log`."""
+    numbers = [*tokens, start, *chain.from_iterable(rounds)]
+    if not all(isinstance(number, int) and 0 <= number < 2**31 for number in numbers):
+        raise ValueError("a log of rounds has whole numbers from 0 on, and as many depths and accepted as rounds")
+    flags = [0] * len(tokens)
+    for root, depth, accepted in rounds:
+        if not start - 1 <= root < len(tokens):
+            raise ValueError(f"a round begins at token {root}: it is no token before an answer's")
+        if accepted > depth:
+            raise ValueError(f"the round at token {root} accepts {accepted} tokens of {depth}")
+        flags[root] = REFUSED if accepted < depth else BEGAN
+    return Sample(tokens=tokens, is_label=[index >= start for index in range(len(tokens))], rounds=flags)
 
 
 def _ended(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:

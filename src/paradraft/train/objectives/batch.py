@@ -30,6 +30,7 @@ class Drop:
         mask_id: the mask token; None if k is 1.
         masks: count of mask ids from `mask_id` on, one for each depth from 1 on; the last serves all deeper ones.
         reads_first: whether the first token of a sample, and masks after it, become rows.
+        first: depth of the first drafted token.
     """
 
     k: int
@@ -38,6 +39,7 @@ class Drop:
     mask_id: int | None
     masks: int = 1
     reads_first: bool = True
+    first: int = 0
 
     def tokens(self, real: Tensor, depth: Tensor) -> Tensor:
         """Input ids of rows: the real token at depth 0, masks below.
@@ -161,7 +163,9 @@ def _pack(
         real = torch.from_numpy(np.array(sample.tokens, dtype=np.int64))
         is_label = torch.from_numpy(np.array(sample.is_label, dtype=np.bool_))
         n = len(real) - 1
-        kept = conditional_drop(n, k=drop.k, r=drop.r, r_min=drop.r_min, generator=generator, may_draft=is_label[1:])
+        may_draft = torch.from_numpy(sample.may_draft(drop.first))
+        r = 1.0 if sample.anchors else drop.r  # few anchors would have no deep rows
+        kept = conditional_drop(n, k=drop.k, r=r, r_min=drop.r_min, generator=generator, may_draft=may_draft)
         position, depth = kept.position, kept.depth
         if not drop.reads_first and bool((is_later := kept.anchor > 0).any()):
             position, depth = position[is_later], depth[is_later]
@@ -171,7 +175,9 @@ def _pack(
                 "positions": position,
                 "depths": depth,
                 "documents": torch.full_like(position, document),
-                "labels": torch.where(is_label[position + 1], real[position + 1], IGNORED),
+                "labels": torch.where(
+                    is_label[position + 1] & may_draft[position - depth], real[position + 1], IGNORED
+                ),
                 "text_indices": offset + position,
             }
         )
