@@ -339,3 +339,51 @@ def test_what_beginnings_and_states_win_is_as_measured() -> None:
         lengths = " | ".join(f"{line['tokens_per_pass']:.2f}" for line in held_out.values())
         assert f" | {lengths} |" in page
     assert f"is {first['loss']:.2f} after 300 steps from its first layer, {random['loss']:.2f} from random" in decisions
+
+
+CELLS = {
+    "`forward_kl`, as before": ("1", "control"),
+    "`forward_kl`, `valid_prefix`": ("1", "prefix"),
+    "`forward_kl`, `expected_length:by=text:floor=0.5`": ("1", "kl-length"),
+    "`cross_entropy`, the same": ("1", "dpace"),
+    "`forward_kl`, `chain`, `hard_share: 0.1`": ("1", "cat"),
+    "`acceptance`": ("1", "alpha"),
+    "`acceptance_hybrid`": ("1", "hybrid"),
+    "`top_k`": ("1", "top_k"),
+    "`forward_kl`, in other batches": ("1", "other-batches"),
+    "`forward_kl`, `valid_prefix`, both in other batches": ("2", "prefix"),
+}
+"""Rows of the losses' table, with the seed and the name in its file."""
+
+
+def test_what_losses_and_weights_win_is_as_measured() -> None:
+    """Guards the table of `docs/training.md`, the two losses that it leaves out, and what weights cost."""
+    file = raw("weightings-smollm2-135m-dflash_epyc-avx512-1core_2026-11-30")
+    rows = []
+    for label, (seed, name) in CELLS.items():
+        cells = []
+        for temperature in ("0", "0.8"):
+            own, control = (file["lengths"][seed][temperature][each] for each in (name, "control"))
+            gain, error = (100 * own[each] / control["tokens_per_pass"] for each in ("gain", "gain_standard_error"))
+            shown = f"{gain:+.1f}" if abs(gain) >= 0.05 else "0.0"
+            cells.append(f"{own['tokens_per_pass']:.2f}" if name == "control" else f"{shown} ± {error:.1f} %")
+        rows.append([label, *cells])
+    shown = table("docs/training.md", "60 steps with", "T = 0", "T = 0.8")
+    assert shown == rows, "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    page = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
+    (before, length), (_, apart) = (
+        [f"{line['acceptance_length']:.2f}" for line in file["trainings"]["1"][name]["evaluations"]]
+        for name in ("length", "tv")
+    )
+    assert f"({length} tokens per pass on 8 held-out prompts, {before} before training)" in page
+    assert f"`total_variation` ({apart})" in page
+    cases = {
+        each["case"]: each
+        for each in raw("training-smollm2-dflash-weighting-rates_epyc-avx512-1core_2026-11-30")["cases"]
+    }
+    first, later = (
+        {name: case[epoch]["rows_per_cpu_s"] / cases["now"][epoch]["rows_per_cpu_s"] for name, case in cases.items()}
+        for epoch in ("first epoch", "second epoch")
+    )
+    assert f"{first['length']:.2f} times as many in the first epoch and {later['length']:.2f} times in later" in page
+    assert all(0.99 < epoch["prefix"] < 1.01 for epoch in (first, later))
