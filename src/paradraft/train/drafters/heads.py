@@ -110,8 +110,6 @@ class HeadObjective(nn.Module):
     """
 
     select: Selecting | None = None
-    first_depth = 0
-    """Depth of the first drafted token."""
 
     def __init__(self, target: Teacher, recipe: HeadRecipe, *, bf16: bool = False) -> None:
         super().__init__()
@@ -175,7 +173,6 @@ class HeadObjective(nn.Module):
             trained=[weight for weight in self.parameters() if weight.requires_grad],
             read_SNE=read_SND,
             select=self.select,
-            first=self.first_depth,
         )
 
 

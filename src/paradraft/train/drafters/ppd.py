@@ -127,7 +127,6 @@ class PpdRecipe(HeadRecipe):
 class PpdObjective(HeadObjective):
     """Prompt tokens in training, and their loss; see `HeadObjective`."""
 
-    first_depth = 1
     hits: Tensor
     seen: Tensor
 
@@ -327,7 +326,7 @@ def build(recipe: PpdRecipe, data: RunData) -> PpdTrainee:
         "copies": recipe.copies,
         "is_decoded": recipe.is_decoded,
     }
-    drop = Drop(k=recipe.depths, r=recipe.anchors, r_min=recipe.anchors, mask_id=0, first=PpdObjective.first_depth)
+    drop = Drop(k=recipe.depths, r=recipe.anchors, r_min=recipe.anchors, mask_id=0, first=1)
     trainee = PpdTrainee("ppd", recipe, objective, head_config, drop, needed)
     # Measured with a tree size that does not depend on the machine's plan.
     trainee.drafter = f"ppd:size={max(MEASURED_SIZE, recipe.copies)}:prompts={min(recipe.k, MOST_PROMPTS)}"

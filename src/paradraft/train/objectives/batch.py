@@ -93,6 +93,7 @@ class TrainingBatch:
         labels: `[S, R]` the next token, or `IGNORED`.
         text_indices: `[S, R]` index in `texts` of the token after which each row predicts.
         is_bare: `[S, R]` rows that are trained without the target's states; None for none.
+        first: depth of the first drafted token.
     """
 
     tokens: Tensor
@@ -103,6 +104,7 @@ class TrainingBatch:
     text_indices: Tensor
     texts: Texts
     is_bare: Tensor | None = None
+    first: int = 0
 
     @property
     def rows(self) -> Rows:
@@ -139,7 +141,7 @@ class TrainingBatch:
         """Copies the batch to a device."""
         texts = Texts(**{name: tensor.to(device) for name, tensor in vars(self.texts).items()})
         mine = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return TrainingBatch(**mine, texts=texts)
+        return TrainingBatch(**mine, texts=texts, first=self.first)
 
 
 def collate(groups: list[list[Sample]], drop: Drop, generators: list[list[torch.Generator]]) -> TrainingBatch:
@@ -148,7 +150,7 @@ def collate(groups: list[list[Sample]], drop: Drop, generators: list[list[torch.
     fill = {"documents": FILLING, "labels": IGNORED}
     rows = {name: _padded([each[0][name] for each in joined], fill.get(name, 0)) for name in joined[0][0]}
     texts = {name: _padded([each[1][name] for each in joined], fill.get(name, 0)) for name in joined[0][1]}
-    return TrainingBatch(**rows, texts=Texts(**texts))
+    return TrainingBatch(**rows, texts=Texts(**texts), first=drop.first)
 
 
 def _pack(

@@ -84,7 +84,6 @@ def loss_of_rows(
     trained: Sequence[Tensor],
     read_SNE: Tensor | None = None,
     select: Selecting | None = None,
-    first: int = 0,
 ) -> Losses:
     """Sums the losses of all rows that have a label.
 
@@ -98,7 +97,6 @@ def loss_of_rows(
         read_SNE: the teacher's states of the texts, if known.
         select: scores of the likeliest tokens, which have a loss too and make the prediction. Weightings by
             probabilities read the logits.
-        first: depth of the first drafted token.
 
     Raises:
         ValueError: there is no teacher, and the loss or the weighting needs one.
@@ -113,7 +111,7 @@ def loss_of_rows(
     if not bool(is_labelled_SR.any()):
         nothing = sum((weight.sum() * 0.0 for weight in trained), hidden_SRD.sum() * 0.0)
         return Losses(nothing, torch.zeros_like(weights_K), base_SR)
-    loss = _ChunkLoss(batch, base_SR.flatten(), row_loss, head, expected, select, first)
+    loss = _ChunkLoss(batch, base_SR.flatten(), row_loss, head, expected, select)
     if row_loss.weighting is None:
         order_M = in_text_order(batch)
         chunks = order_M.split(chunk)
@@ -156,11 +154,10 @@ class _ChunkLoss:
         head: Callable[[Tensor, Tensor], Tensor],
         expected: _Expected | None,
         select: Selecting | None,
-        first: int,
     ) -> None:
         self._labels_X, self._depths_X, self._chains_X = batch.labels.flatten(), batch.depths.flatten(), _chains(batch)
         self._base_X, self._row_loss, self._head, self._expected = base_X, row_loss, head, expected
-        self._select, self._first = select, first
+        self._select, self._first = select, batch.first
 
     def __call__(self, hidden_mD: Tensor, rows_m: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the sum of the rows' losses, and `[m, 2]`: whether the drafter drafts the label, and the weight."""

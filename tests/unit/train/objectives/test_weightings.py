@@ -89,12 +89,12 @@ def case(batch: TrainingBatch) -> tuple[Tensor, Tensor]:
 
 
 def losses(  # type: ignore[no-untyped-def]
-    batch: TrainingBatch, teacher: Teacher | None, loss: RowLoss, base_K: Tensor, chunk: int, first: int = 0
+    batch: TrainingBatch, teacher: Teacher | None, loss: RowLoss, base_K: Tensor, chunk: int
 ):
     hidden, weight = case(batch)
     found = loss_of_rows(
         hidden, batch, base_K, loss, head=lambda states, _: states @ weight.T, teacher=teacher, chunk=chunk,
-        trained=[weight], first=first,
+        trained=[weight],
     )  # fmt: skip
     found.total.backward()
     return found, hidden.grad, weight.grad
@@ -156,11 +156,11 @@ def test_rows_are_weighted_by_depth_alone_without_a_weighting() -> None:
 def test_the_first_depth_with_labels_begins_a_chain() -> None:
     """Guards prompt tokens, whose chains begin behind a token without a loss: it must not end them."""
     batch = batch_of([[9]], r=1.0)
-    later = replace(batch, labels=batch.labels.masked_fill(batch.depths == 0, IGNORED))
+    later = replace(batch, labels=batch.labels.masked_fill(batch.depths == 0, IGNORED), first=1)
     loss = RowLoss(kind=None, weighting=weighting_of("expected_length:by=text"))
-    found, *_ = losses(later, None, loss, torch.ones(K), 7, first=1)
+    found, *_ = losses(later, None, loss, torch.ones(K), 7)
     assert bool((found.weights > 0).eq(later.labels != IGNORED).all())
-    none, *_ = losses(later, None, loss, torch.ones(K), 7)
+    none, *_ = losses(replace(later, first=0), None, loss, torch.ones(K), 7)
     assert not none.weights.any(), "the control: there the first token has no row, so no draft gets past it"
 
 
