@@ -29,8 +29,8 @@ TOP = 10
 """Tokens that "top_k" compares, as in HASS."""
 TINY = 1e-30
 """Probabilities below this are computed as logarithms."""
-SURER = 3.0
-"""η of "acceptance_hybrid", as in LK's paper."""
+ETA = 3.0
+"""Of "acceptance_hybrid", as in LK's paper."""
 
 
 def cross_entropy(logits_RV: Tensor, labels_R: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def divergence(logits_RV: Tensor, teacher_RV: Tensor, kind: Divergence) -> Tenso
       (Leviathan et al. 2023, Corollary 3.6). TVD++ (Goel et al. 2024) has the same gradient up to a factor where, as
       here, p is known for all tokens.
     - "acceptance": -log α (LK, 2602.23881): the gradient of "total_variation", divided by α.
-    - "acceptance_hybrid": λ KL(p ‖ q) + (1 - λ) (1 - α) with λ = exp(-3 α), without a gradient through λ. In LK's paper
+    - "acceptance_hybrid": λ KL(p ‖ q) + (1 - λ) (1 - α) with λ = exp(-η α), without a gradient through λ. In LK's paper
       α in λ is the mean of a depth; here it is the row's own.
     - "top_k": the part of KL(p ‖ q) of the teacher's ten likeliest tokens (HASS, Zhang et al. 2024), which may be
       negative elsewhere.
@@ -93,7 +93,7 @@ def _acceptance(logits_RV: Tensor, teacher_RV: Tensor) -> Tensor:
 
 def _acceptance_hybrid(logits_RV: Tensor, teacher_RV: Tensor) -> Tensor:
     surprise_R, log_alpha_R = _Overlap.apply(logits_RV, teacher_RV)
-    share_R = torch.exp(-SURER * log_alpha_R.detach().exp())
+    share_R = torch.exp(-ETA * log_alpha_R.detach().exp())
     far_R = surprise_R - torch.expm1(log_alpha_R)
     return share_R * _forward_kl(logits_RV, teacher_RV) + (1 - share_R) * far_R
 

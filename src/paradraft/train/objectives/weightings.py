@@ -76,7 +76,7 @@ class ChainTable:
         return self._of_labels(self.logits)
 
     def covered(self, siblings: int) -> Tensor:
-        """`[C, K]` the teacher's probability of the drafter's likeliest tokens, so many of them."""
+        """`[C, K]` the teacher's probability of the drafter's likeliest `siblings` tokens together."""
         assert self.teacher is not None
         ids_mC = self.logits.topk(min(siblings, self.logits.shape[1]), dim=1).indices
         return self.table(self.teacher.float().softmax(1).gather(1, ids_mC).sum(1))
@@ -115,7 +115,7 @@ class ByChain:
 
 @dataclass(frozen=True, kw_only=True)
 class ByExpectedLength:
-    """A row's share in the expected length of drafts, that of its own token and of those after it.
+    """The part of a draft's expected length that a row decides: its token, and those after it.
 
     With the probability a_i that the i-th token is accepted, and the weight b_m of depth m, the expected length is
     Σ_m b_m Π_{i≤m} a_i, and its slope in log a_j is Σ_{m≥j} b_m Π_{i≤m} a_i. With `average: per_depth`, b_m makes up

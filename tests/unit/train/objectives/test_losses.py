@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
-from paradraft.train.objectives.losses import DIVERGENCES, IMPOSSIBLE, cross_entropy, divergence, row_weights
+from paradraft.train.objectives.losses import IMPOSSIBLE, Divergence, cross_entropy, divergence, row_weights
 
 R, V, K = 30, 7, 5
-KINDS = tuple(DIVERGENCES)
+KINDS = get_args(Divergence)
 
 
 def case(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
