@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -56,7 +57,7 @@ def share(samples: list[Sample], source: Source, seed: int) -> list[Sample]:
     """Selects the samples that a run learns from a source, in their order, each with its weight and anchors.
 
     Raises:
-        ValueError: anchors are wanted that all samples lack; those without any are left out.
+        ValueError: anchors are wanted that all samples lack; those without any are left out, with a warning.
 
     >>> samples = [Sample(tokens=[i, 0], is_label=[True] * 2) for i in range(9)]
     >>> [sample.tokens[0] for sample in share(samples, Source(path="some.txt", most=3), seed=0)]
@@ -69,10 +70,12 @@ def share(samples: list[Sample], source: Source, seed: int) -> list[Sample]:
     if source.anchors != "all":
         if not all(sample.rounds for sample in samples):
             raise ValueError(f"{source.path}: anchors={source.anchors} is for a log of rounds, which --rounds writes")
-        anchored = [replace(sample, anchors=ANCHORS[source.anchors]) for sample in samples]
-        samples = [sample for sample in anchored if sample.may_draft().any()]
+        marked = [replace(sample, least_round=ANCHORS[source.anchors]) for sample in samples]
+        samples = [sample for sample in marked if sample.may_draft().any()]
         if not samples:
             raise ValueError(f"{source.path}: anchors={source.anchors}: no answer has such a round")
+        if (bare := len(marked) - len(samples)) > 0:
+            warnings.warn(f"{source.path}: {bare} of {len(marked)} answers have no such round", stacklevel=3)
     return samples if source.weight == 1 else [replace(sample, weight=source.weight) for sample in samples]
 
 

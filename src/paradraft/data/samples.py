@@ -26,7 +26,7 @@ class Sample:
         weight: times that an epoch takes the sample.
         rounds: of each token whether a round of decoding began after it (`BEGAN`), and refused some of its draft
             (`REFUSED`); empty if unknown.
-        anchors: drafts are trained after tokens with at least this value in `rounds`.
+        least_round: drafts are trained after tokens with at least this value in `rounds`; 0: after all.
     """
 
     tokens: Sequence[int]
@@ -34,7 +34,7 @@ class Sample:
     group: int = field(default=0, compare=False)
     weight: float = field(default=1.0, compare=False)
     rounds: Sequence[int] = ()
-    anchors: int = 0
+    least_round: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.is_label) and len(self.rounds) in (0, len(self.tokens))
@@ -52,9 +52,9 @@ class Sample:
             first: tokens from the place to the root of its round: 1 if the target's own token comes between.
         """
         is_label = np.asarray(self.is_label, dtype=np.bool_)[1:]
-        if not self.anchors:
+        if not self.least_round:
             return is_label
-        is_anchor = np.asarray(self.rounds)[first:] >= self.anchors
+        is_anchor = np.asarray(self.rounds)[first:] >= self.least_round
         return is_label & np.pad(is_anchor, (0, first))[: len(is_label)]
 
 

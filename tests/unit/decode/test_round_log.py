@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,11 @@ def test_drafts_are_trained_where_rounds_began(tmp_path: Path, is_cached: bool) 
         ("rounds", [[0, 0, 1, 0, 1, 0], [0, 0, 1], [0, 0, 1, 0, 1, 0]]),
         ("refused", [[0, 0, 1, 0, 0, 0], [0, 0, 1, 0, 0, 0]]),
     ):
-        samples = samples_of(file, anchors, cached=cached)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            samples = samples_of(file, anchors, cached=cached)
+        said = [str(each.message) for each in caught if "such round" in str(each.message)]
+        assert said == ([f"{file}: 1 of 3 answers have no such round"] if anchors == "refused" else [])
         assert [sample.may_draft().astype(int).tolist() for sample in samples] == expected, anchors
         assert list(samples[0].is_label) == [0, 0, 0, 1, 1, 1, 1]
     (cut, *_) = samples_of(file, "rounds", max_length=5)
@@ -179,7 +184,7 @@ def test_only_drafts_of_rounds_have_labels(first: int) -> None:
     """Guards drafts of other places, first tokens too, and prompt tokens, which begin a token before the root; rare
     anchors keep all their rows."""
     flags = [0, 0, BEGAN, 0, REFUSED, 0, 0]
-    sample = Sample(tokens=range(5, 12), is_label=[False] * 3 + [True] * 4, rounds=flags, anchors=BEGAN)
+    sample = Sample(tokens=range(5, 12), is_label=[False] * 3 + [True] * 4, rounds=flags, least_round=BEGAN)
     drop = Drop(k=3, r=0.5, r_min=0.1, mask_id=60, first=first)
     batch = collate([[sample]], drop, [[torch.Generator().manual_seed(0)]])
     learnt = batch.labels[0] != IGNORED

@@ -166,7 +166,7 @@ def _pack(
         is_label = torch.from_numpy(np.array(sample.is_label, dtype=np.bool_))
         n = len(real) - 1
         may_draft = torch.from_numpy(sample.may_draft(drop.first))
-        r = 1.0 if sample.anchors else drop.r  # few anchors would have no deep rows
+        r = 1.0 if sample.least_round else drop.r  # few anchors would have no deep rows
         kept = conditional_drop(n, k=drop.k, r=r, r_min=drop.r_min, generator=generator, may_draft=may_draft)
         position, depth = kept.position, kept.depth
         if not drop.reads_first and bool((is_later := kept.anchor > 0).any()):
