@@ -51,21 +51,21 @@ def test_many_streams_at_once(engine: Engine) -> None:
     """Guards the text of each, in one batch, by one thread."""
     names: set[str] = set()
     rows: list[int] = []
-    step = engine._batch.step
+    step = engine._scheduler.batch.step
 
     def watched() -> object:
         names.add(threading.current_thread().name)
-        rows.append(len(engine._batch.generations))
+        rows.append(len(engine._scheduler.batch.generations))
         return step()
 
     async def all_of_them() -> list[list[int]]:
         return await asyncio.gather(*(streamed(engine, number) for number in range(16)))
 
-    engine._batch.step = watched
+    engine._scheduler.batch.step = watched
     try:
         found = asyncio.run(all_of_them())
     finally:
-        del engine._batch.step
+        del engine._scheduler.batch.step
     assert found == [expected(engine, number) for number in range(16)]
     assert names == {"decoding"} and max(rows) == 16
 
@@ -77,20 +77,20 @@ def test_the_end_of_an_answer_does_not_wait_for_the_prompt_of_another(
     once, and they were told after that, seconds later."""
     monkeypatch.setattr(PrefillPace, "most", lambda pace, rows: 1)
     told: list[bool] = []
-    read = engine._batch.read
+    read = engine._scheduler.batch.read
 
     def watched(most: int) -> int:
-        told.extend(one.is_told for one in engine._batch.generations if one.is_finished)
+        told.extend(one.is_told for one in engine._scheduler.batch.generations if one.is_finished)
         return read(most)
 
     async def answers() -> list[list[int]]:
         first = asyncio.create_task(streamed(engine, 0, 8))
-        while not engine._batch.generations:
+        while not engine._scheduler.batch.generations:
             await asyncio.sleep(0)
         chunks = engine.astream("abcdefg" * 8, max_new_tokens=8)
         return [[token async for chunk in chunks for token in chunk.tokens], await first]
 
-    monkeypatch.setattr(engine._batch, "read", watched)
+    monkeypatch.setattr(engine._scheduler.batch, "read", watched)
     late, first = asyncio.run(answers())
     assert told and all(told)
     assert first == expected(engine, 0, 8)
@@ -138,7 +138,7 @@ def test_leaving_early_ends_the_request(engine: Engine) -> None:
         return await asyncio.gather(streamed(engine, 2), streamed(engine, 3))
 
     assert asyncio.run(some()) == [expected(engine, 2), expected(engine, 3)]
-    assert not [each for each in engine._batch.generations if not each.is_cancelled and not each.is_finished]
+    assert not [each for each in engine._scheduler.batch.generations if not each.is_cancelled and not each.is_finished]
 
     async def forgotten() -> None:
         await anext(engine.astream("hello", max_new_tokens=90))
@@ -165,16 +165,16 @@ def test_beside_other_threads(engine: Engine) -> None:
 def test_a_round_that_fails(engine: Engine, kind: type[BaseException]) -> None:
     """Guards clients against waiting for ever: all who wait are told, and the next request is answered. A processor
     that called `sys.exit` had ended the thread that decodes, and no other was begun."""
-    step = engine._batch.step
+    step = engine._scheduler.batch.step
 
     def failing() -> object:
-        engine._batch.step = step
+        engine._scheduler.batch.step = step
         raise kind("the machine is on fire")
 
     async def two() -> list[object]:
         return await asyncio.gather(streamed(engine, 0), streamed(engine, 1), return_exceptions=True)
 
-    engine._batch.step = failing
+    engine._scheduler.batch.step = failing
     found = asyncio.run(two())
     assert any(isinstance(each, RuntimeError) and "on fire" in str(each) for each in found)
     assert all(isinstance(each, RuntimeError) or each == expected(engine, number) for number, each in enumerate(found))
@@ -305,7 +305,7 @@ def test_log_probabilities(family: Path, settings: dict[str, object]) -> None:
 
 def test_what_comes_before_an_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards readers that are late: they get the pieces of all rounds before the one that failed, then its error."""
-    step, rounds = engine._batch.step, list[int]()
+    step, rounds = engine._scheduler.batch.step, list[int]()
 
     def failing() -> object:
         rounds.append(1)
@@ -326,5 +326,5 @@ def test_what_comes_before_an_error(engine: Engine, monkeypatch: pytest.MonkeyPa
             await anext(stream)
         return found
 
-    monkeypatch.setattr(engine._batch, "step", failing)
+    monkeypatch.setattr(engine._scheduler.batch, "step", failing)
     assert len(asyncio.run(late())) == 2

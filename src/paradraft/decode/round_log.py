@@ -27,13 +27,14 @@ class RoundLog:
 
     Args:
         file: JSONL; its folder exists. A last line that an earlier process did not finish is removed.
+        most_bytes: a file of this size is renamed to FILE.1, in place of an earlier one; None for any size.
 
     Raises:
         ValueError: the file cannot be written.
     """
 
-    def __init__(self, file: Path) -> None:
-        self.file = file.absolute()
+    def __init__(self, file: Path, *, most_bytes: int | None = None) -> None:
+        self.file, self._most_bytes = file.absolute(), most_bytes
         self._lock = threading.Lock()
         self._is_broken = False
         try:
@@ -52,6 +53,8 @@ class RoundLog:
             with self._lock, self._opened() as log:
                 if log.write(line) < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                if self._most_bytes is not None and log.tell() >= self._most_bytes:
+                    self.file.replace(self.file.with_name(f"{self.file.name}.1"))
         except OSError as error:
             self._is_broken = True
             warnings.warn(f"rounds are no longer written to {self.file}: {error.strerror}", stacklevel=2)

@@ -48,6 +48,7 @@ class Engine:
         kept_rows: int = 0,
         cpus: tuple[int, ...] | None = None,
         tries_plain: bool = False,
+        loads: Callable[[str], Drafter] | None = None,
     ) -> None:
         speculation = speculation.fitted_to(drafter).settled(
             drafts=not isinstance(drafter, NoDrafter), is_exact=target.lm.is_native
@@ -58,7 +59,7 @@ class Engine:
             raise ValueError(f"kept_rows={kept_rows}: use 0 (keep none) or more")
         self.target = target
         self.drafter = drafter
-        self._cpus = cpus
+        self._cpus, self._kept_rows, self._loads = cpus, kept_rows, loads
         if speculation.gamma == "auto":
             with self.in_round():
                 speculation = replace(speculation, gamma=best_gamma(target, drafter, speculation.k))
@@ -68,8 +69,7 @@ class Engine:
         work = target.relative_work(drafter.models)
         policy = length_policy(speculation.lengths, speculation.depth, drafter.traits, reading_work=work)
         self.lengths = Compared(policy, tries_plain=tries_plain)
-        self._batch = self.new_batch(kept_rows=kept_rows)
-        self._scheduler = Scheduler(self._batch, self.in_round)
+        self._scheduler = Scheduler(self.new_batch(kept_rows=kept_rows), self.in_round)
         self._answers = Answers(self._scheduler, target.tokenizer)
 
     def __repr__(self) -> str:
@@ -81,12 +81,12 @@ class Engine:
     @property
     def spans(self) -> list[Span]:
         """Busy times of target and drafter in the last rounds of PEARL; empty without `gamma`."""
-        return list(self._batch.spans) if isinstance(self._batch, AheadBatch) else []
+        return list(batch.spans) if isinstance(batch := self._scheduler.batch, AheadBatch) else []
 
     @property
     def clock(self) -> Clock:
         """Times and counts since the engine was last idle."""
-        return self._batch.clock
+        return self._scheduler.batch.clock
 
     @property
     def payoff(self) -> Payoff:
@@ -95,23 +95,37 @@ class Engine:
 
     @property
     def advice(self) -> str | None:
-        """One sentence with a fix if drafting slowed answers down or was hardly ever accepted.
-
-        Only a clear difference counts: None also if few tokens were decoded or timings were noisy.
-        """
+        """One sentence with a fix if drafting slowed answers down or was hardly ever accepted; None if unclear."""
         return self.payoff.advice(self.speculation.instead)
 
-    def log_rounds(self, file: str | Path) -> None:
+    def log_rounds(self, file: str | Path, *, most_bytes: int | None = None) -> None:
         """Appends all further answers to a JSONL file, with the places where their rounds began, for training.
 
-        The file holds what users wrote; see `paradraft.decode.round_log`.
+        The file holds what users wrote, and is renamed to FILE.1 at `most_bytes`; see `paradraft.decode.round_log`.
 
         Raises:
             ValueError: the file cannot be written, or the drafter runs ahead.
         """
         if self.speculation.gamma is not None:
             raise ValueError("rounds: with gamma drafts begin before rounds do, leave gamma out")
-        self._scheduler.on_end = RoundLog(Path(file)).add
+        self._scheduler.on_end = RoundLog(Path(file), most_bytes=most_bytes).add
+
+    def swap_drafter(self, draft: str | Path) -> None:
+        """Drafts with another folder of the same kind of drafter from the next round on; answers under way go on.
+
+        Kept rows are forgotten. With the match rule texts are the same.
+
+        Raises:
+            ValueError: the folder cannot be loaded or drafts otherwise, or the engine's drafter is of no folder, or in
+                another process; nothing has changed then.
+        """
+        if self._loads is None or self.speculation.draft is None:
+            raise ValueError("swap_drafter: the engine needs a drafter from a folder (draft), without draft_device")
+        before, drafter = self.drafter, self._loads(str(draft))
+        speculation = self.speculation.swapped(before, drafter, str(draft))
+        self._scheduler.replace(self.new_batch(drafter=drafter, kept_rows=self._kept_rows))
+        self.drafter, self.speculation = drafter, speculation
+        before.close()
 
     def close(self) -> None:
         """Ends the drafter's process, if any; `with load(…) as engine` calls it."""
@@ -143,17 +157,6 @@ class Engine:
         stop: str | Sequence[str] | None = None,
         batch_size: int = 8,
     ) -> list[Result]: ...
-
-    @overload
-    def generate(
-        self,
-        prompts: Prompt | Prompts,
-        *,
-        max_new_tokens: int | Sequence[int] = 128,
-        sampling: Sampling | Sequence[Sampling] = GREEDY,
-        stop: str | Sequence[str] | None = None,
-        batch_size: int = 8,
-    ) -> Result | list[Result]: ...
 
     def generate(
         self,

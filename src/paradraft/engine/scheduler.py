@@ -84,7 +84,7 @@ class Scheduler:
     """
 
     def __init__(self, batch: Batch, in_round: Callable[[], AbstractContextManager[None]]) -> None:
-        self._batch = batch
+        self.batch = batch
         self._in_round = in_round
         self.on_end: Callable[[Generation], None] = lambda generation: None
         """Called with each answer that has ended, by the thread that ran its last round."""
@@ -189,6 +189,11 @@ class Scheduler:
                 with suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(_call_all, functions)
 
+    def replace(self, batch: Batch) -> None:
+        """Decodes in another batch on the same target from the next round on; running requests go on there."""
+        with self.exclusive():
+            self.batch = batch
+
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Lends target and drafter to another batch; running requests go on afterwards."""
@@ -219,7 +224,7 @@ class Scheduler:
             with self._in_round():
                 while not is_ready():
                     if ran_last:
-                        self._batch.clock.lap("other")
+                        self.batch.clock.lap("other")
                     self._run_round()
                     ran_last = True
         finally:
@@ -237,7 +242,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def _run_round(self) -> None:
-        batch = self._batch
+        batch = self.batch
         if batch.members and not batch.is_current:
             self._start_over()
         rows = batch.members
@@ -271,7 +276,7 @@ class Scheduler:
         rows += joining
         for generation in joining:
             try:
-                self._batch.begin([generation])
+                self.batch.begin([generation])
             except Exception as error:
                 raise RequestError([generation.request.id], error) from error
 
@@ -280,7 +285,7 @@ class Scheduler:
         with self._changed:
             for generation in rows:
                 if generation.is_finished and not generation.is_told:
-                    generation.stats.append(self._batch.clock.end(generation.request.id))
+                    generation.stats.append(self.batch.clock.end(generation.request.id))
                 # Write the rounds before the end flag; readers check the flag first.
                 generation.told_rounds = len(generation.round_ends)
                 generation.is_told = generation.is_told or generation.is_finished
@@ -293,13 +298,13 @@ class Scheduler:
         if isinstance(error, RequestError):
             return [row for row in rows if row.request.id in error.requests], error.cause
         if isinstance(error, NotFiniteError):
-            return [self._batch.members[error.row]], error
+            return [self.batch.members[error.row]], error
         return [], Exception()
 
     def _start_over(self) -> None:
         """Empties the batch; its requests join again with the tokens that they have."""
-        unfinished = [generation for generation in self._batch.members if not generation.is_finished]
+        unfinished = [generation for generation in self.batch.members if not generation.is_finished]
         for generation in unfinished:
-            generation.stats.append(self._batch.clock.end(generation.request.id))
-        self._batch.clear()
+            generation.stats.append(self.batch.clock.end(generation.request.id))
+        self.batch.clear()
         self._waiting.extendleft(reversed(unfinished))

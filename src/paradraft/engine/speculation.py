@@ -205,6 +205,16 @@ class Speculation:
         _check_no_other(self.tree, drafter.tree)
         return replace(self, tree=drafter.tree, k=drafter.tree.depth or self.k)
 
+    def swapped(self, before: Drafter, after: Drafter, draft: str) -> Speculation:
+        """The settings with another draft; raises ValueError if its drafter does not draft as the one before."""
+        facts, others = (
+            (each.traits, each.tree, each.max_k, each.reserved_tokens, each.hidden_layers, each.likeliest)
+            for each in (before, after)
+        )
+        if facts != others:
+            raise ValueError(f"draft={draft!r} does not draft as {self.draft!r} does: load an engine with it")
+        return replace(self, draft=draft)
+
     def checked_rule(self, target: Target, drafter: Drafter) -> Rule:
         """The verification rule; raises ValueError if target or drafter cannot speculate like this."""
         most = target.lm.width - 1

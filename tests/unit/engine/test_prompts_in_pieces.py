@@ -38,7 +38,7 @@ class SmallPieces:
 def in_pieces() -> Engine:
     engine = small_engine()
     engine.lengths.policy.k = 0
-    engine._batch.prefill.pace = SmallPieces()
+    engine._scheduler.batch.prefill.pace = SmallPieces()
     return engine
 
 
@@ -78,7 +78,7 @@ def test_who_ends_while_a_prompt_is_read(in_pieces: Engine, ends: str) -> None:
     if ends == "the reader":
         in_pieces._scheduler._waiting.append(asked)
         found += next(other).tokens
-        assert asked in in_pieces._batch.prefill.generations
+        assert asked in in_pieces._scheduler.batch.prefill.generations
         asked.is_cancelled = True
     elif ends == "the others":
         list(news)
@@ -87,7 +87,7 @@ def test_who_ends_while_a_prompt_is_read(in_pieces: Engine, ends: str) -> None:
         with pytest.raises(ValueError, match="not numbers"):
             list(news)
     assert found + tokens_of(other) == expected[0]
-    assert not in_pieces._batch.prefill.generations and not asked.tokens[5:]
+    assert not in_pieces._scheduler.batch.prefill.generations and not asked.tokens[5:]
 
 
 def test_a_short_prompt_overtakes_long_ones(in_pieces: Engine) -> None:
@@ -101,7 +101,7 @@ def test_a_short_prompt_overtakes_long_ones(in_pieces: Engine) -> None:
     in_pieces._scheduler._waiting.extend(long)
     with passes_of(in_pieces) as rows:
         found = tokens_of(in_pieces.stream(PROMPTS[2], max_new_tokens=6, sampling=SAMPLED))
-    assert rows == [1] * 6 and in_pieces._batch.prefill.generations == long
+    assert rows == [1] * 6 and in_pieces._scheduler.batch.prefill.generations == long
     assert not any(asked.tokens for asked in long)
     in_pieces._scheduler._wait_until(lambda: all(asked.is_told for asked in long))
     assert [*(asked.tokens for asked in long), found] == expected
@@ -113,10 +113,10 @@ def test_a_prompt_is_given_up_while_nothing_else_runs(in_pieces: Engine) -> None
     asked.is_watched = True
     in_pieces._scheduler._waiting.append(asked)
     in_pieces._scheduler._run_round()
-    assert in_pieces._batch.prefill.generations == [asked] and in_pieces.target.unread == [29 - 8]
+    assert in_pieces._scheduler.batch.prefill.generations == [asked] and in_pieces.target.unread == [29 - 8]
     asked.is_cancelled = True
     in_pieces._scheduler._run_round()
-    assert not in_pieces._batch.members and not in_pieces.target.unread
+    assert not in_pieces._scheduler.batch.members and not in_pieces.target.unread
     assert alone(in_pieces, LONG, 6) == alone(in_pieces, LONG, 6)
 
 
@@ -126,14 +126,19 @@ def test_who_comes_while_only_prompts_are_read_has_news_at_once(
     """Guards an event loop's clients that come while a long prompt of another is read, and nothing else runs: their
     readers are woken by their own rounds, not by the first one of that prompt."""
     long, short = generation(in_pieces, LONG, 6), generation(in_pieces, PROMPTS[2], 6)
-    scheduler, read, loop, news = in_pieces._scheduler, in_pieces._batch.read, Loop(), list[tuple[str, bool]]()
+    scheduler, read, loop, news = (
+        in_pieces._scheduler,
+        in_pieces._scheduler.batch.read,
+        Loop(),
+        list[tuple[str, bool]](),
+    )
 
     def reading(most: int) -> None:
         if short not in [watched.generation for watched in scheduler._watched] and not short.tokens:
             scheduler.watch(short, loop, lambda: news.append(("short", bool(long.tokens))))
         read(most)
 
-    monkeypatch.setattr(in_pieces._batch, "read", reading)
+    monkeypatch.setattr(in_pieces._scheduler.batch, "read", reading)
     scheduler.watch(long, loop, lambda: news.append(("long", True)))
     until(lambda: long.is_told and short.is_told and not scheduler._is_watching)
     assert news[0] == ("short", False)

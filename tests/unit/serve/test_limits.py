@@ -30,9 +30,9 @@ class Gate:
     """Holds the engine before its rounds."""
 
     def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
-        self.rounds, self.most_rows, self._open, self._step = 0, 0, threading.Event(), engine._batch.step
-        self.batch = engine._batch
-        patch.setattr(engine._batch, "step", self.step)
+        self.rounds, self.most_rows, self._open, self._step = 0, 0, threading.Event(), engine._scheduler.batch.step
+        self.batch = engine._scheduler.batch
+        patch.setattr(engine._scheduler.batch, "step", self.step)
 
     def step(self) -> object:
         self.most_rows = max(self.most_rows, len(self.batch.generations))
@@ -134,7 +134,7 @@ def test_a_request_that_takes_too_long(engine: Engine, gate: Gate) -> None:
 def test_an_error_in_a_stream(engine: Engine, running: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards clients of streams that have begun: the last event is the error, which OpenAI's client raises. Neither it
     nor the log says what the exception says, which may be of a prompt."""
-    step, rounds = engine._batch.step, []
+    step, rounds = engine._scheduler.batch.step, []
 
     def failing() -> object:
         rounds.append(1)
@@ -142,7 +142,7 @@ def test_an_error_in_a_stream(engine: Engine, running: Serving, monkeypatch: pyt
             raise RuntimeError("the secret of the prompt")
         return step()
 
-    monkeypatch.setattr(engine._batch, "step", failing)
+    monkeypatch.setattr(engine._scheduler.batch, "step", failing)
     stream = running.client().completions.create(model=MODEL, stream=True, **LONG)
     with pytest.raises(openai.APIError, match="the answer has failed") as raised:
         list(stream)
