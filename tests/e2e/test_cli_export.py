@@ -100,7 +100,6 @@ def test_what_an_engine_cannot_serve_is_refused(
 
     medusa = draft_of(family, "medusa")
     assert_mistake(paradraft(*asked(medusa, "sglang")), "SGLang has no Medusa", "serve it with para")
-    assert_mistake(paradraft(*asked(medusa, of=family / "draft")), "was trained for another target")
     assert_mistake(paradraft(*asked(medusa), "-k", 12), "k=12", "has 9 heads")
     assert_mistake(paradraft(*asked(draft_of(family, "eagle"))), "train it with for_vllm=true")
     assert_mistake(paradraft(*asked(draft_of(family, "hydra"))), "is of the kind hydra", "train a PARD drafter")

@@ -1,13 +1,14 @@
 """Checkpoint of a drafter that reads its target's hidden states; its config identifies that one target.
 
-A folder with `config.json`, whose `model_type` is the drafter's name, and `model.safetensors`. Such a drafter is
-useless with any other target and refuses to load with one: its config holds the target's shape and a digest of its
-weights.
+A folder with `config.json`, whose `model_type` is the drafter's name, and `model.safetensors`. Its config holds the
+target's shape and a digest of its weights: it loads with no other shape, and with other weights, such as those of a
+fine-tuned target, with a warning.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -54,15 +55,32 @@ class TargetIdentity:
             weights=weights_digest(config.name_or_path) if config.name_or_path and reads_weights else None,
         )
 
+    def differing(self, target: TargetIdentity) -> list[str]:
+        """Names of what differs, where both know it."""
+        both = {key: (own, getattr(target, key)) for key, own in vars(self).items()}
+        return [key for key, pair in both.items() if None not in pair and pair[0] != pair[1]]
+
     def check(self, target: TargetIdentity, draft: str) -> None:
-        """Raises ValueError, which names the draft, if the loaded `target` is not this one."""
-        for key, trained in vars(self).items():
-            loaded = getattr(target, key)
-            if None not in (trained, loaded) and trained != loaded:
-                difference = "other weights" if key == "weights" else f"{key}={trained}, and this one has {loaded}"
+        """Raises ValueError if the loaded `target` has another shape; warns if only its weights differ.
+
+        A drafter of the model that a target was tuned from drafts for it too, and verification keeps the text.
+
+        Args:
+            draft: for messages.
+        """
+        differing = self.differing(target)
+        for key in differing:
+            if key != "weights":
                 raise ValueError(
-                    f"draft {draft!r} was trained for another target, with {difference}: train one for this"
+                    f"draft {draft!r} was trained for another target, with {key}={getattr(self, key)}, and this one "
+                    f"has {getattr(target, key)}: train one for this"
                 )
+        if differing:
+            warnings.warn(
+                f"draft {draft!r} was trained for other weights than this target's, and may guess less: "
+                "`paradraft adapt`, or a training with it as `start`, fits it to these",
+                stacklevel=2,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

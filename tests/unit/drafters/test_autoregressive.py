@@ -143,7 +143,7 @@ def test_settings_that_do_not_fit(family: Path, settings: str, told: str) -> Non
 
 def test_prompt_tokens_of_another_model(family: Path) -> None:
     """Guards prompt tokens of the target beside a draft model, which would guess nothing right and say nothing."""
-    with pytest.raises(ValueError, match="was trained for another target"):
+    with pytest.warns(UserWarning, match="was trained for other weights"):
         load(
             str(family / "target"),
             drafter=f"autoregressive{with_prompts(family)}",

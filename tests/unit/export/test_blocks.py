@@ -338,11 +338,11 @@ def test_vllm_serves_blocks_by_the_method_of_their_layout(family: Path, tmp_path
         assert config == {"method": method, "model": str(out), "num_speculative_tokens": 4}
 
 
-def test_a_head_of_another_target_is_refused(family: Path, tmp_path: Path) -> None:
+def test_a_head_of_other_weights_is_handed_over_with_a_warning(family: Path, tmp_path: Path) -> None:
     draft = trained(family, tmp_path / "head", "plain", steps=1)
     head = read_checkpoint(str(draft))
     assert check_block(head, 4, "vllm").k == 4
-    with pytest.raises(ValueError, match="was trained for another target"):
+    with pytest.warns(UserWarning, match="was trained for other weights"):
         hand_off(
             str(draft), str(family / "draft"), "vllm", tmp_path / "out", k=4, prompts=[], max_new_tokens=8,
             runtime=EXACT,

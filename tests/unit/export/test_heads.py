@@ -120,7 +120,7 @@ def test_a_server_takes_only_what_was_exported(family: Path, tmp_path: Path) -> 
         assert config(out) == {"method": name, "model": str(out), "num_speculative_tokens": 3}
         with pytest.raises(ValueError, match=r"lacks what vLLM looks for in it: run `paradraft export .* --to vllm`"):
             config(tmp_path / name)
-        with pytest.raises(ValueError, match="was trained for another target, with other weights"):
+        with pytest.warns(UserWarning, match="was trained for other weights"):
             config(out, of=str(family / "draft"))
     with pytest.raises(ValueError, match=r"k=4: .*medusa-out' has 3 heads"):
         speculative_config(

@@ -80,6 +80,11 @@ class HeadRecipe(Recipe):
         """See `Recipe`."""
         return True
 
+    @classmethod
+    def continuing(cls, drafter: str) -> dict[str, Any]:
+        """See `Recipe`."""
+        return {"start": drafter}
+
     @property
     def rank_of_head(self) -> int | None:
         """Rank of the drafter's own output head; None for the target's."""
@@ -228,12 +233,10 @@ class HeadTrainee:
 
     def check_target(self, name: str, target: Target, runtime: Runtime) -> None:
         """Raises ValueError if the target is not the one whose states are read."""
-        try:
-            self._identity.check(TargetIdentity.of(target.lm.model.config), self._recipe.model)
-        except ValueError:
+        if self._identity.differing(TargetIdentity.of(target.lm.model.config)):
             raise ValueError(
                 f"target={name!r} is not the model whose states are read, {self._recipe.model!r}: leave target out"
-            ) from None
+            )
 
     @property
     def _identity(self) -> TargetIdentity:

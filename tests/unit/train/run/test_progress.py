@@ -16,6 +16,8 @@ def test_the_best_is_the_longest_and_of_equals_the_surest() -> None:
         standing = standing.after(found)
         best.append((standing.best.step, standing.stale))
     assert best == [(1, 0), (1, 1), (3, 0), (3, 1), (5, 0)]
+    assert worth(1, 2.0, 1.0) < worth(2, 1.99, 0.9), "lengths that differ by chance"
+    assert worth(2, 1.97, 0.9) < worth(1, 2.0, 1.0)
     alone = BestSoFar().after(worth(1, None, 1.0)).after(worth(2, None, 0.5))
     assert alone.best == worth(2, None, 0.5)
 
