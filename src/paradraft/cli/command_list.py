@@ -23,6 +23,7 @@ COMMANDS = {
     "init-draft": "Make a draft to train for a target that has no small sibling.",
     "regenerate": "Let the target answer prompts: what its drafter is trained on.",
     "train": "Train a drafter from a recipe.",
+    "adapt": "Let a drafter go on learning from the answers of a log of rounds, at the lowest priority.",
     "train-judge": "Train a head that accepts drafted tokens which change no answer. Not lossless.",
     "trim": "Leave out the rows of a draft's output head that its target's answers hardly need.",
     "merge": "Merge a low-rank adapter (LoRA) into its base model.",

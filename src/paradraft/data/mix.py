@@ -23,10 +23,10 @@ class Source(BaseModel):
     path: Path = Field(description="of a mix, written {path: FILE, weight: 2, most: 50000}: a file or a dataset")
     weight: float = Field(
         default=1.0,
-        gt=0,
+        ge=0,
         le=1000,
         description="times that each of its samples is taken per epoch; with 0.5 one half of them, in the next epoch "
-        "the other",
+        "the other; with 0 none: they are the held-out set",
     )
     most: int | None = Field(default=None, ge=1, description="most samples to take, chosen by seed; by default all")
     anchors: Literal["all", "rounds", "refused"] = Field(

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paradraft.wording import number_of
+
 BEGAN, REFUSED = 1, 2
 
 
@@ -23,7 +25,7 @@ class Sample:
     Args:
         tokens: at least two token ids.
         group: shared by pieces of one record and by answers to one prompt.
-        weight: times that an epoch takes the sample.
+        weight: times that an epoch takes the sample; 0: it is held out.
         rounds: of each token whether a round of decoding began after it (`BEGAN`), and refused some of its draft
             (`REFUSED`); empty if unknown.
         least_round: drafts are trained after tokens with at least this value in `rounds`; 0: after all.
@@ -145,21 +147,27 @@ LARGE = 10
 
 
 def hold_out(samples: list[Sample], wanted: int | None) -> tuple[list[Sample], list[Sample]]:
-    """Splits samples into training and held-out set.
+    """Splits samples into training and held-out set: those with weight 0, if any.
 
-    Samples of one `group` go to the same side; surplus samples of a held-out group are dropped. If there are too few
-    groups for that, or too large ones, as in a single long text, each sample is a group.
+    Else samples of one `group` go to the same side; surplus samples of a held-out group are dropped. If there are too
+    few groups for that, or too large ones, as in a single long text, each sample is a group.
 
     Args:
         samples: all, in the order of the data.
-        wanted: size of the held-out set; by default one in `SHARE`, at most `MOST`.
+        wanted: size of the held-out set; by default one in `SHARE`, or all with weight 0, at most `MOST`.
 
     Returns:
         Training samples, and held-out samples, those of different groups first.
 
     Raises:
-        ValueError: no training sample would be left.
+        ValueError: no training sample would be left, or fewer have weight 0.
     """
+    if aside := [sample for sample in samples if not sample.weight]:
+        if len(aside) == len(samples):
+            raise ValueError("weight=0 in all data leaves nothing to learn: leave it out of one")
+        if wanted is not None and wanted > len(aside):
+            raise ValueError(f"held_out={wanted}: the data with weight=0 has {number_of(len(aside), 'sample')}")
+        return [sample for sample in samples if sample.weight], aside[: MOST if wanted is None else wanted]
     size = min(len(samples) // SHARE, MOST) if wanted is None else wanted
     if size >= len(samples):
         raise ValueError(f"held_out={size} leaves nothing to learn of {len(samples)} samples: hold out fewer")

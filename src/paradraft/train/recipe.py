@@ -174,7 +174,9 @@ class Recipe(BaseModel):
         default=[], description="trackers: tensorboard, wandb, mlflow, trackio"
     )
     held_out: int | None = Field(
-        default=None, ge=0, description="size of the held-out set; by default 1 in 20 samples, at most 64"
+        default=None,
+        ge=0,
+        description="size of the held-out set; by default 1 in 20 samples, or all data of weight 0, at most 64",
     )
     evaluate_every: int | None = Field(
         default=None,
@@ -291,6 +293,11 @@ class Recipe(BaseModel):
     def decoded_with(self, name: str) -> tuple[str, int | None]:
         """Returns the drafter that decodes with the result of training `name`, and its K; None if it has no K."""
         return name, getattr(self, "k", None)
+
+    @classmethod
+    def continuing(cls, drafter: str) -> dict[str, Any]:
+        """Settings of a run that begins with the drafter in a folder, which a run of the same kind wrote."""
+        return {"model": drafter}
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -31,6 +32,12 @@ def load_recipe(kind: type[R], file: Path, overrides: list[str]) -> R:
         raise ValueError(f"recipe {file} is not YAML: {error}") from None
     if not isinstance(settings, dict):
         raise ValueError(f"recipe {file} must hold `key: value` lines")
+    return recipe_of(kind, settings, overrides)
+
+
+def recipe_of(kind: type[R], settings: dict[str, Any], overrides: Sequence[str]) -> R:
+    """Makes a recipe of settings and `key=value` overrides; raises ValueError as `load_recipe`."""
+    settings = dict(settings)
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:

@@ -87,3 +87,18 @@ def test_a_prompt_of_two_sources_is_on_one_side(tmp_path: Path) -> None:
     assert {tuple(s.tokens[:2]) for s in learnt}.isdisjoint(tuple(s.tokens[:2]) for s in held_out)
     assert len({tuple(sample.tokens) for sample in held_out}) == 20
     assert {sample.weight for sample in held_out} == {1, 3}, "control: of both sources"
+
+
+def test_data_of_weight_0_is_held_out(tmp_path: Path) -> None:
+    """Guards a test set of its own: it measures, in its order, and nothing of it is learnt."""
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    write_lines(first, [{"prompt": "ab", "response": "x"}] * 30)
+    write_lines(second, [{"prompt": prompt, "response": "yz"} for prompt in "abcdefgh"])
+    samples = load_samples([first, Source(path=second, weight=0)], tiny_tokenizer(), max_length=9)
+    learnt, held_out = hold_out(samples, None)
+    assert learnt == samples[:30] and held_out == samples[30:]
+    assert hold_out(samples, 3) == (samples[:30], samples[30:33])
+    with pytest.raises(ValueError, match="held_out=9: the data with weight=0 has 8 samples"):
+        hold_out(samples, 9)
+    with pytest.raises(ValueError, match="weight=0 in all data leaves nothing to learn"):
+        hold_out(samples[30:], None)

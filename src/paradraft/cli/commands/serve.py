@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -16,7 +18,7 @@ from paradraft.cli.ignored import of_drafting, refuse, warn_ignored
 from paradraft.cli.importing import importing
 from paradraft.cli.model_sampling import GenerationConfig, asked_by, expect_penalty
 from paradraft.cli.options import option
-from paradraft.cli.sections import SERVERS
+from paradraft.cli.sections import DRAFTING, SERVERS
 from paradraft.cli.terminal import tell_advice
 from paradraft.cli.values import use_threads
 from paradraft.placement import Placement
@@ -24,6 +26,9 @@ from paradraft.serve.address import bound, key_of, listen, url_of
 from paradraft.serve.limits import Limits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paradraft.serve.adapting import Adapting
     from paradraft.serve.vllm import VllmServer
 
 PARADRAFT, VLLM = ENGINES = ("paradraft", "vllm")
@@ -55,6 +60,14 @@ class ServeArgs(EngineArgs):
         str | None, option("How requests name the model; by default its file's name, or as --target does.")
     ] = None
     generation_config: GenerationConfig = "auto"
+    adapt: Annotated[
+        Path | None,
+        option(
+            "Let the drafter learn from the answers, in a second process at the lowest priority, and draft with what "
+            "is better. This folder keeps drafters and answers, which hold what users wrote; the same one goes on.",
+            section=DRAFTING,
+        ),
+    ] = None
     kept_rows: Annotated[int, option("Finished requests whose KV cache is kept for prefix reuse.", least=0)] = 0
     threads: options.Threads = None
     placement: Annotated[Placement, options.Offer(without=("tensor_parallel",))]
@@ -98,6 +111,9 @@ def serve(context: typer.Context, *, args: ServeArgs) -> None:
 
     with closing(bound(args.host, args.port)) as listening:
         expect_penalty(args.generation_config)
+        adaptation = None
+        if args.adapt is not None:
+            args, adaptation = _adapted(args, args.adapt)
         engine = args.load(kept_rows=args.kept_rows)
         defaults = asked_by(engine.target, args.target, args.generation_config)
         tell_reason(engine)
@@ -110,8 +126,19 @@ def serve(context: typer.Context, *, args: ServeArgs) -> None:
                 listed = ", ".join(f"{name}={value:g}" for name, value in defaults.items())
                 _say(f"requests that do not say otherwise have {listed}, as the model asks")
             _say(f"serving {args.target} at {url_of(listening)}; Ctrl-C ends it")
-            Server(app, admission).run(sockets=[listening])
+            with nullcontext() if adaptation is None else adaptation(engine, _say):
+                Server(app, admission).run(sockets=[listening])
             tell_advice(engine)
+
+
+def _adapted(args: ServeArgs, folder: Path) -> tuple[ServeArgs, Callable[..., Adapting]]:
+    """The options with the newest drafter of an adaptation, and what adapts an engine."""
+    if find_spec("accelerate") is None:
+        raise ValueError(f"--adapt {folder}: this trains, pip install 'paradraft[train]'")
+    from paradraft.serve.adapting import Adapting, adaptation_of
+
+    adaptation, speculation = adaptation_of(args.target, args.speculation, folder, log=args.rounds)
+    return replace(args, speculation=speculation, rounds=None), partial(Adapting, adaptation)
 
 
 def names_of(args: ServeArgs) -> list[str]:

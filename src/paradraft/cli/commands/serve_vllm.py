@@ -43,6 +43,7 @@ REFUSED = {
     "target_cpus": "start the command by taskset, or set VLLM_CPU_OMP_THREADS_BIND",
     "target_stages": "use --pipeline-parallel-size",
     "rounds": "vLLM writes no rounds: leave it out",
+    "adapt": "vLLM writes no rounds to learn from: leave it out",
     "max_queue": LIMIT,
     "max_body_bytes": LIMIT,
     "timeout_s": LIMIT,

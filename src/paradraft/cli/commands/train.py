@@ -52,7 +52,7 @@ def run_with_display(recipe: R, build: Builder[R]) -> bool:
                 is_new = launch.train(recipe, build, _Screen(live).show, announce=live.console.print)
         else:
             say = partial(console.print, soft_wrap=True)
-            is_new = launch.train(recipe, build, lambda report: say(_line(report)), announce=say)
+            is_new = launch.train(recipe, build, lambda report: say(line_of(report)), announce=say)
     except StoppedError as stop:
         console.print(
             f"stopped after step {stop.step} of {stop.steps}, with a checkpoint in {recipe.out / CHECKPOINT}: "
@@ -104,7 +104,8 @@ def _kept(record: dict[str, Any]) -> str | None:
     return ", ".join(parts)
 
 
-def _line(report: Report) -> str:
+def line_of(report: Report) -> str:
+    """A report in one line."""
     from paradraft.train.run.progress import Evaluation
 
     if isinstance(report, Evaluation):

@@ -126,6 +126,11 @@ class PardRecipe(Recipe):
         """See `Recipe`; an ordinary draft has no masks."""
         return ("autoregressive", ORDINARY_K) if self.k == 1 else (name, self.k)
 
+    @classmethod
+    def continuing(cls, drafter: str) -> dict[str, Any]:
+        """See `Recipe`; the weights of the drafter have its temperature."""
+        return {"model": drafter, "draft_temperature": 1.0}
+
     @property
     def identity(self) -> dict[str, Any]:
         """See `Recipe`. Excludes the class, because the first runs, before other recipes existed, did not record it."""

@@ -87,6 +87,7 @@ def write_record(recipe: Recipe, device: str, **results: object) -> None:
     """Writes `train_command.json` into `recipe.out`: recipe, data, models, command, versions, hardware and results."""
     record = {
         "fingerprint": recipe.fingerprint,
+        "kind": type(recipe).__name__,
         "recipe": recipe.model_dump(mode="json"),
         "data_sha256": recipe.data_hashes,
         "models": _models(recipe),

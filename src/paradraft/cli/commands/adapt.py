@@ -1,0 +1,92 @@
+"""`paradraft adapt`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paradraft.cli import options
+from paradraft.cli.importing import importing
+from paradraft.cli.terminal import console
+from paradraft.cli.values import use_threads
+from paradraft.wording import number_of
+
+if TYPE_CHECKING:
+    from paradraft.train.refresh import Adaptation
+
+POLL_S = 2.0
+LOWEST = 19
+"""The niceness of a process that runs where nothing else does."""
+
+
+def adapt(
+    drafter: Annotated[Path, typer.Argument(metavar="DRAFTER", help="A folder that paradraft train wrote.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the drafter's recipe."),
+    ] = None,
+    *,
+    log: Annotated[Path, options.option("Answers, as --rounds of serve, chat and generate writes them.")],
+    out: Annotated[
+        Path | None, options.option("Folder of the refreshed drafters; by default DRAFTER with -adapted behind.")
+    ] = None,
+    every: Annotated[int, options.option("New answers that a refresh waits for.")] = 64,
+    answers: Annotated[int, options.option("The newest answers, which a refresh learns.")] = 256,
+    once: Annotated[bool, options.option("Refresh once, with the answers that are there, and end.", "--once")] = False,
+    threads: options.Threads = None,
+    until_end_of_input: Annotated[bool, typer.Option("--until-end-of-input", hidden=True)] = False,
+) -> None:
+    """Let a drafter go on learning from the answers of a log of rounds, at the lowest priority.
+
+    A refresh trains it a little on the newest answers, one in six held out, and is kept only if it guesses more
+    tokens of these. Ctrl-C ends it; the same command goes on with the next refresh. paradraft serve --adapt runs it
+    beside the server, which then drafts with the refreshed drafter.
+    """
+    with importing():
+        from paradraft.cli.commands.train import line_of
+        from paradraft.train.refresh import Adaptation
+
+    if until_end_of_input:
+        threading.Thread(target=_end_with_input, daemon=True).start()
+    use_threads(threads)
+    adaptation = Adaptation(
+        drafter=drafter,
+        log=log,
+        out=out or drafter.with_name(f"{drafter.resolve().name}-adapted"),
+        every=every,
+        window=answers,
+        settings=tuple(overrides or ()),
+    )
+    if hasattr(os, "nice"):
+        os.nice(LOWEST)
+    say = partial(console().print, soft_wrap=True)
+    while True:
+        if not once:
+            _wait_for(adaptation, say)
+        say(adaptation.refresh(lambda report: say(line_of(report)), say).in_words)
+        if once:
+            say(f"decode with it by --draft {shlex.quote(str(adaptation.current))}")
+            return
+
+
+def _wait_for(adaptation: Adaptation, say: Callable[[str], None]) -> None:
+    """Returns when the log has enough new answers."""
+    if (waiting := adaptation.waiting) < adaptation.every:
+        say(f"{number_of(waiting, 'new answer')} in {adaptation.log}: the next refresh waits for {adaptation.every}")
+    while adaptation.waiting < adaptation.every:
+        time.sleep(POLL_S)
+
+
+def _end_with_input() -> None:
+    """Ends this process with the one that started it, however that ends: the system closes the input then."""
+    sys.stdin.read()
+    os._exit(0)

@@ -1,0 +1,100 @@
+"""A drafter that learns from its server's answers: a second process trains it, and the server takes what is better."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from paradraft.engine.automatic import automatic
+from paradraft.engine.engine import Engine
+from paradraft.engine.speculation import AUTO, Speculation
+from paradraft.errors import one_line
+from paradraft.train.refresh import Adaptation
+
+LOG, OUTPUT = "rounds.jsonl", "adapt.log"
+"""Files in the folder of an adaptation: the answers, and what the second process prints."""
+MOST_BYTES = 2**26
+"""Of `LOG`: some ten thousand answers."""
+POLL_S = 1.0
+
+
+def adaptation_of(
+    target: str, speculation: Speculation, folder: Path, *, log: Path | None
+) -> tuple[Adaptation, Speculation]:
+    """The adaptation of the drafter of a server in a folder, and the speculation with its newest drafter.
+
+    Args:
+        log: of the answers; None for one in the folder.
+
+    Raises:
+        ValueError: there is no drafter that was trained here, or it does not fit the folder.
+    """
+    if speculation.drafter == AUTO:
+        speculation = automatic(target, speculation, has_grammars=True)
+    if speculation.draft is None:
+        raise ValueError(f"--adapt {folder}: {speculation.drafter} is not trained, name a trained drafter by --draft")
+    if speculation.gamma is not None:
+        raise ValueError("--adapt: with --gamma drafts begin before rounds do, leave one of them out")
+    adaptation = Adaptation(drafter=Path(speculation.draft), log=log or folder / LOG, out=folder)
+    return adaptation, replace(speculation, draft=str(adaptation.current))
+
+
+class Adapting:
+    """The second process, and the thread that waits for its drafters; a context manager that ends both.
+
+    Args:
+        say: prints a line for the user.
+
+    Raises:
+        ValueError: the log cannot be written.
+    """
+
+    def __init__(self, adaptation: Adaptation, engine: Engine, say: Callable[[str], None]) -> None:
+        self._engine, self._adaptation, self._say = engine, adaptation, say
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="adapting", daemon=True)
+
+    def __enter__(self) -> Adapting:
+        adaptation = self._adaptation
+        adaptation.out.mkdir(parents=True, exist_ok=True)
+        is_own = adaptation.log == adaptation.out / LOG
+        self._engine.log_rounds(adaptation.log, most_bytes=MOST_BYTES if is_own else None)
+        command = [
+            sys.executable, "-P", "-m", "paradraft", "adapt", str(adaptation.drafter), "--log", str(adaptation.log),
+            "--out", str(adaptation.out), "--threads", str(max((os.cpu_count() or 1) // 2, 1)), "--until-end-of-input",
+        ]  # fmt: skip
+        with (adaptation.out / OUTPUT).open("ab") as output:
+            # A group of its own, so that Ctrl-C reaches the server alone, which drains first.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+            )
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._process.kill()  # a refresh under way is forgotten
+        self._process.wait()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        current = self._adaptation.current
+        while not self._is_over.wait(POLL_S):
+            if self._process.poll() is not None:
+                output = self._adaptation.out / OUTPUT
+                self._say(f"the drafter learns no more: its process has ended, see {output}")
+                return
+            try:
+                newest = self._adaptation.current
+                if newest != current:
+                    self._engine.swap_drafter(newest)
+                    current, last = newest, self._adaptation.newest.last
+                    self._say(str(newest) if last is None else last.in_words)
+            except Exception as error:
+                self._say(f"the drafter stays as it is, and learns no more: {one_line(error)}")
+                return
