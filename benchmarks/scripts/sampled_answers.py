@@ -33,14 +33,14 @@ def options(description: str | None, *, drafter: str, prompts: int, tokens: int 
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=tokens)
     parser.add_argument("--temperatures", default="0.8,1")
-    parser.add_argument("--data", action="append", default=[], help="NAME=FILE of a task, for prompts in chats")
+    parser.add_argument("--data", action="append", default=[], help="NAME=FILE of a task, or chat=FILE of chats")
     parser.add_argument("--json", type=Path)
     return parser
 
 
 def loaded(args: argparse.Namespace) -> tuple[Target, Drafter, list[str]]:
-    """Target, drafter and prompts: as many of each task, evenly spread, and of the chats; for the pocket family its
-    own prompts. Answers do not end before their limit."""
+    """Target, drafter and prompts: as many of each task, evenly spread, and of the chats, `CHATS` without others; for
+    the pocket family its own prompts. Answers do not end before their limit."""
     width = {"width": args.width} if "width" in args else {}
     runtime = Runtime(device="cpu", capacity=1024 if args.data else None, **width)
     target = load_target(args.target, runtime)
@@ -48,12 +48,14 @@ def loaded(args: argparse.Namespace) -> tuple[Target, Drafter, list[str]]:
     drafter = load_drafter(args.drafter, target, draft=args.draft, runtime=runtime)
     if not args.data:
         return target, drafter, held_out_prompts(args.prompts, None, args.target)
-    share, prompts = args.prompts // (len(args.data) + 1), []
-    for name, file in (item.split("=", 1) for item in args.data):
+    files = dict(item.split("=", 1) for item in args.data)
+    chats = Path(files.pop("chat", CHATS))
+    share, prompts = args.prompts // (len(files) + 1), []
+    for name, file in files.items():
         questions = read_questions(TASKS[name], Path(file))
         some = questions[:: len(questions) // share][:share]
         prompts += [prompt_of(TASKS[name], question.turns, (), target.tokenizer, None) for question in some]
-    return target, drafter, prompts + held_out_prompts(args.prompts - len(prompts), CHATS, args.target)
+    return target, drafter, prompts + held_out_prompts(args.prompts - len(prompts), chats, args.target)
 
 
 def batches(

@@ -81,6 +81,11 @@ class Placement:
         return self.draft_cpus is not None or self.draft_device is not None
 
 
+def usable_cpus() -> int:
+    """Number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
 def _check_cpus(name: str, cpus: object) -> None:
     if cpus is None:
         return

@@ -54,8 +54,8 @@ def test_a_log_is_learnt(
     adapt = ["adapt", drafter, "--log", tmp_path / "rounds.jsonl", "--once", "answer_tokens=16"]
     found = paradraft(*adapt)
     assert found.code == 0 and lowered == [19]
-    assert re.search(r"refresh 1: \d+ answers are learnt, \d+ others measure", found.out)
-    better = re.search(r"refresh 1 drafts from now on: .* a loss of (\S+) before it, .* a loss of (\S+) now", found.out)
+    assert re.search(r"refresh 1 learns \d+ answers, and is measured with \d+ others", found.out)
+    better = re.search(r"refresh 1 is better: .* a loss of (\S+) before it, .* a loss of (\S+) now", found.out)
     assert better is not None and float(better[2]) < float(better[1])
     folder = drafter.with_name("dflash-adapted") / "refresh-0001"
     assert f"decode with it by --draft {folder}" in found.out
@@ -116,11 +116,11 @@ def _answers_while_it_learns(number: int, said: Path, folder: Path) -> list[list
 
     with ThreadPoolExecutor(4) as executor:
         before = list(executor.map(ask, prompts(70)))
-        pattern, log = rf"refresh {number} (drafts from now on|is not better)", folder / "adapt.log"
+        pattern, log = rf"refresh {number} is (better|not better)", folder / "adapt.log"
         outcome = _waits(lambda: re.search(pattern, log.read_text()), seconds=120)[1]
-        assert number > 1 or outcome.startswith("drafts"), "control: the first one must be better"
-        if outcome.startswith("drafts"):
-            _waits(lambda: f"refresh {number} drafts from now on" in said.read_text())
+        assert number > 1 or outcome == "better", "control: the first one must be better"
+        if outcome == "better":
+            _waits(lambda: f"refresh {number} is better" in said.read_text())
         return [before, list(executor.map(ask, prompts(70)))]
 
 

@@ -72,8 +72,8 @@ TemplateVariables = Annotated[
 Rounds = Annotated[
     Path | None,
     option(
-        "Add the tokens of each answer that was drafted for, and where its rounds began, to this JSONL file: a drafter "
-        "is trained on them. It holds what users wrote.",
+        "Add the tokens of each answer, and where its rounds began, to this JSONL file: a drafter is trained on them. "
+        "It holds what users wrote.",
         "--rounds", section=sections.DRAFTING,
     ),
 ]  # fmt: skip

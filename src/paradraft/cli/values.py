@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from paradraft.placement import usable_cpus
 from paradraft.tree import Tree
 from paradraft.wording import number_of
 
@@ -67,7 +68,7 @@ def use_threads(threads: int | None) -> None:
     """Sets torch's thread count; None leaves it. Raises ValueError if the process has fewer CPUs."""
     if threads is None:
         return
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or threads)
+    cpus = usable_cpus()
     if threads > cpus:
         raise ValueError(f"--threads {threads}: this process has {number_of(cpus, 'CPU')}, use at most as many")
     import torch

@@ -1,9 +1,9 @@
 """A log of answers and of the rounds that made them, to train a drafter on what it drafts in use.
 
 A line is JSON: `tokens` are the token ids of prompt and answer, `prompt_tokens` the number of the prompt's. For each
-round that drafted, `rounds` has the index in `tokens` of the last token that was committed before it, `depths` the
-depth of its draft, and `accepted` the number of drafted tokens that were accepted. The file holds what users wrote: it
-is only written where it is asked for, and is created for its owner alone.
+round that drafted, if any, `rounds` has the index in `tokens` of the last token that was committed before it, `depths`
+the depth of its draft, and `accepted` the number of drafted tokens that were accepted. The file holds what users wrote:
+it is only written where it is asked for, and is created for its owner alone.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class RoundLog:
             raise ValueError(f"rounds={str(file)!r} cannot be written: {error.strerror}") from None
 
     def add(self, generation: Generation) -> None:
-        """Appends an ended answer, if any of its rounds drafted; warns once, and then no more, if the disk is full."""
-        if self._is_broken or not any(generation.depths):
+        """Appends an ended answer; warns once, and then no more, if the disk is full."""
+        if self._is_broken:
             return
         line = f"{json.dumps(record_of(generation), separators=(',', ':'))}\n".encode()
         try:
@@ -53,8 +53,9 @@ class RoundLog:
             with self._lock, self._opened() as log:
                 if log.write(line) < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                if self._most_bytes is not None and log.tell() >= self._most_bytes:
-                    self.file.replace(self.file.with_name(f"{self.file.name}.1"))
+                size = log.tell()
+            if self._most_bytes is not None and size >= self._most_bytes:
+                self.file.replace(self.file.with_name(f"{self.file.name}.1"))
         except OSError as error:
             self._is_broken = True
             warnings.warn(f"rounds are no longer written to {self.file}: {error.strerror}", stacklevel=2)

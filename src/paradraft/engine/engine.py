@@ -113,7 +113,7 @@ class Engine:
     def swap_drafter(self, draft: str | Path) -> None:
         """Drafts with another folder of the same kind of drafter from the next round on; answers under way go on.
 
-        Kept rows are forgotten. With the match rule texts are the same.
+        They wait while it is loaded. Kept rows are forgotten. With the match rule texts are the same.
 
         Raises:
             ValueError: the folder cannot be loaded or drafts otherwise, or the engine's drafter is of no folder, or in
@@ -121,10 +121,11 @@ class Engine:
         """
         if self._loads is None or self.speculation.draft is None:
             raise ValueError("swap_drafter: the engine needs a drafter from a folder (draft), without draft_device")
-        before, drafter = self.drafter, self._loads(str(draft))
-        speculation = self.speculation.swapped(before, drafter, str(draft))
-        self._scheduler.replace(self.new_batch(drafter=drafter, kept_rows=self._kept_rows))
-        self.drafter, self.speculation = drafter, speculation
+        with self._scheduler.exclusive():  # models are built with another default dtype, which is the whole process's
+            before, drafter = self.drafter, self._loads(str(draft))
+            self.speculation = self.speculation.swapped(before, drafter, str(draft))
+            self._scheduler.batch = self.new_batch(drafter=drafter, kept_rows=self._kept_rows)
+            self.drafter = drafter
         before.close()
 
     def close(self) -> None:

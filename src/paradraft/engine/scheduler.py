@@ -189,11 +189,6 @@ class Scheduler:
                 with suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(_call_all, functions)
 
-    def replace(self, batch: Batch) -> None:
-        """Decodes in another batch on the same target from the next round on; running requests go on there."""
-        with self.exclusive():
-            self.batch = batch
-
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Lends target and drafter to another batch; running requests go on afterwards."""

@@ -78,7 +78,7 @@ class TargetIdentity:
         if differing:
             warnings.warn(
                 f"draft {draft!r} was trained for other weights than this target's, and may guess less: "
-                "`paradraft adapt`, or a training with it as `start`, fits it to these",
+                "`paradraft adapt` with this --target, or a training with it as `start`, fits it",
                 stacklevel=2,
             )
 

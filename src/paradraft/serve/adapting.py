@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -10,17 +9,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from paradraft.decode.round_log import RoundLog
 from paradraft.engine.automatic import automatic
 from paradraft.engine.engine import Engine
 from paradraft.engine.speculation import AUTO, Speculation
 from paradraft.errors import one_line
+from paradraft.placement import usable_cpus
 from paradraft.train.refresh import Adaptation
 
 LOG, OUTPUT = "rounds.jsonl", "adapt.log"
 """Files in the folder of an adaptation: the answers, and what the second process prints."""
 MOST_BYTES = 2**26
 """Of `LOG`: some ten thousand answers."""
-POLL_S = 1.0
+POLL_S, GRACE_S = 1.0, 2.0
 
 
 def adaptation_of(
@@ -32,16 +33,19 @@ def adaptation_of(
         log: of the answers; None for one in the folder.
 
     Raises:
-        ValueError: there is no drafter that was trained here, or it does not fit the folder.
+        ValueError: there is no drafter that was trained here, it does not fit the folder, or the log cannot be written.
+        OSError: the folder cannot be made.
     """
+    if speculation.gamma is not None:
+        raise ValueError("--adapt: with --gamma drafts begin before rounds do, leave one of them out")
     if speculation.drafter == AUTO:
         speculation = automatic(target, speculation, has_grammars=True)
     if speculation.draft is None:
         raise ValueError(f"--adapt {folder}: {speculation.drafter} is not trained, name a trained drafter by --draft")
-    if speculation.gamma is not None:
-        raise ValueError("--adapt: with --gamma drafts begin before rounds do, leave one of them out")
-    adaptation = Adaptation(drafter=Path(speculation.draft), log=log or folder / LOG, out=folder)
-    return adaptation, replace(speculation, draft=str(adaptation.current))
+    adaptation = Adaptation(drafter=Path(speculation.draft), log=log or folder / LOG, out=folder, target=target)
+    folder.mkdir(parents=True, exist_ok=True)
+    RoundLog(adaptation.log)  # raises ValueError
+    return adaptation, replace(speculation, draft=str(adaptation.folder_of(adaptation.newest)))
 
 
 class Adapting:
@@ -49,9 +53,6 @@ class Adapting:
 
     Args:
         say: prints a line for the user.
-
-    Raises:
-        ValueError: the log cannot be written.
     """
 
     def __init__(self, adaptation: Adaptation, engine: Engine, say: Callable[[str], None]) -> None:
@@ -61,12 +62,12 @@ class Adapting:
 
     def __enter__(self) -> Adapting:
         adaptation = self._adaptation
-        adaptation.out.mkdir(parents=True, exist_ok=True)
         is_own = adaptation.log == adaptation.out / LOG
         self._engine.log_rounds(adaptation.log, most_bytes=MOST_BYTES if is_own else None)
         command = [
             sys.executable, "-P", "-m", "paradraft", "adapt", str(adaptation.drafter), "--log", str(adaptation.log),
-            "--out", str(adaptation.out), "--threads", str(max((os.cpu_count() or 1) // 2, 1)), "--until-end-of-input",
+            "--out", str(adaptation.out), "--target", str(adaptation.target), "--threads",
+            str(max(usable_cpus() // 2, 1)), "--until-end-of-input",
         ]  # fmt: skip
         with (adaptation.out / OUTPUT).open("ab") as output:
             # A group of its own, so that Ctrl-C reaches the server alone, which drains first.
@@ -78,23 +79,25 @@ class Adapting:
 
     def __exit__(self, *error: object) -> None:
         self._is_over.set()
-        self._process.kill()  # a refresh under way is forgotten
-        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()  # which ends it, and deletes what a refresh under way has written
+        try:
+            self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
         self._thread.join()
 
     def _watch(self) -> None:
-        current = self._adaptation.current
+        current, is_learning = Path(self._engine.speculation.draft or ""), True
         while not self._is_over.wait(POLL_S):
-            if self._process.poll() is not None:
-                output = self._adaptation.out / OUTPUT
-                self._say(f"the drafter learns no more: its process has ended, see {output}")
-                return
             try:
-                newest = self._adaptation.current
-                if newest != current:
-                    self._engine.swap_drafter(newest)
-                    current, last = newest, self._adaptation.newest.last
-                    self._say(str(newest) if last is None else last.in_words)
+                newest = self._adaptation.newest
+                if (folder := self._adaptation.folder_of(newest)) != current:
+                    current = folder
+                    self._engine.swap_drafter(folder)
+                    self._say("drafting goes on with another drafter" if newest.last is None else newest.last.in_words)
+                if is_learning and self._process.poll() is not None:
+                    is_learning = False
+                    self._say(f"the drafter learns no more: its process has ended, see {self._adaptation.out / OUTPUT}")
             except Exception as error:
-                self._say(f"the drafter stays as it is, and learns no more: {one_line(error)}")
-                return
+                self._say(f"the drafter stays as it is: {one_line(error)}")

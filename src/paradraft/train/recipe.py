@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
@@ -295,9 +296,15 @@ class Recipe(BaseModel):
         return name, getattr(self, "k", None)
 
     @classmethod
-    def continuing(cls, drafter: str) -> dict[str, Any]:
-        """Settings of a run that begins with the drafter in a folder, which a run of the same kind wrote."""
-        return {"model": drafter}
+    def continuing(cls, own: Mapping[str, Any], drafter: str, target: str | None) -> dict[str, Any]:
+        """Settings of a run that goes on with a drafter.
+
+        Args:
+            own: settings of the run that wrote it.
+            drafter: its folder.
+            target: to draft for; None for the same.
+        """
+        return {"model": drafter} | ({} if target is None else {"target": target})
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -81,11 +81,29 @@ def test_all_rounds_of_a_chain_join(family: Path, tmp_path: Path) -> None:
     assert line["rounds"][0] <= line["prompt_tokens"] and ends[-1] >= len(line["tokens"]) - 2
 
 
-def test_plain_answers_and_those_that_fail_are_not_logged(family: Path, tmp_path: Path) -> None:
+def test_plain_answers_are_logged_without_rounds(family: Path, tmp_path: Path) -> None:
+    """Guards a drafter that seldom pays, and needs answers to learn most: they do not depend on what it drafts."""
     with load(str(family / "target"), runtime=EXACT, drafter="none") as engine:
         engine.log_rounds(tmp_path / "rounds.jsonl")
-        engine.generate("hello", max_new_tokens=4)
-    assert (tmp_path / "rounds.jsonl").read_text() == ""
+        result = engine.generate("hello", max_new_tokens=4)
+    (line,) = lines(tmp_path / "rounds.jsonl")
+    assert line["tokens"][line["prompt_tokens"] :] == result.tokens and line["rounds"] == []
+    source = Source(path=tmp_path / "rounds.jsonl")
+    (sample,) = load_samples([source], tiny_tokenizer(), max_length=64, cache=TokenCache(folder=tmp_path / "cache"))
+    assert list(sample.tokens) == line["tokens"] and not any(sample.rounds)
+
+
+def test_a_full_log_is_put_aside(family: Path, tmp_path: Path) -> None:
+    """Guards a disk against a server that runs for months: two files stay, and no line is lost in between."""
+    file, written = tmp_path / "rounds.jsonl", []
+    with engine_of(family) as engine:
+        engine.log_rounds(file, most_bytes=300)
+        for index in range(6):
+            engine.generate("hello", max_new_tokens=20, sampling=Sampling(temperature=0.9, seed=index))
+            written += [line for name in (file, tmp_path / "rounds.jsonl.1") if name.exists() for line in lines(name)]
+    assert len({tuple(line["tokens"]) for line in written}) == 6
+    assert {path.name for path in tmp_path.iterdir()} <= {"rounds.jsonl", "rounds.jsonl.1"}
+    assert (tmp_path / "rounds.jsonl.1").stat().st_size < 900
 
 
 def test_a_full_disk_ends_the_log_and_not_the_answer(family: Path, tmp_path: Path) -> None:

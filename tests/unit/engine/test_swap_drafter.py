@@ -65,7 +65,7 @@ def test_answers_go_on_with_the_same_text(
 
 
 def test_swaps_between_the_rounds_of_others(family: Path, other: Path) -> None:
-    """Guards a round that has the old drafter's rows and the new one's: swaps come from another thread all the time."""
+    """Guards a round that has the old drafter's rows and the new one's: swaps come from two threads all the time."""
     with engine_of(family) as engine:
         wanted = [engine.generate(prompt, max_new_tokens=30, sampling=SAMPLED).tokens for prompt in PROMPTS]
         is_over, swaps = threading.Event(), []
@@ -75,16 +75,19 @@ def test_swaps_between_the_rounds_of_others(family: Path, other: Path) -> None:
                 engine.swap_drafter(family / "draft" if len(swaps) % 2 else other)
                 swaps.append(1)
 
-        thread = threading.Thread(target=swap)
-        thread.start()
+        threads = [threading.Thread(target=swap) for _ in range(2)]
+        for thread in threads:
+            thread.start()
         try:
             for _ in range(4):
                 results = engine.generate(PROMPTS, max_new_tokens=30, sampling=SAMPLED)
                 assert [result.tokens for result in results] == wanted
         finally:
             is_over.set()
-            thread.join()
-        assert len(swaps) > 3
+            for thread in threads:
+                thread.join()
+        assert len(swaps) > 3 and torch.get_default_dtype() == torch.float32
+        assert engine._scheduler.batch.drafter is engine.drafter
 
 
 def test_heads_on_the_states_of_the_target(family: Path, tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from paradraft.data import newest_answers
+from paradraft.data.newest_answers import FEWEST, Line, newest_lines, split
 from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
 from paradraft.train import refresh
-from paradraft.train.refresh import FEWEST, Adaptation, newest_lines, split
+from paradraft.train.refresh import Adaptation, Refresh
 from paradraft.train.run.progress import Progress
 from paradraft.train.run.provenance import RECORD, read_record
 from tests.support.drafts import train_head
@@ -51,37 +53,46 @@ def log(family: Path, drafter: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def adaptation(drafter: Path, log: Path, out: Path, *settings: str, **more: Any) -> Adaptation:
     return Adaptation(
-        drafter=drafter, log=log, out=out, every=30, window=ANSWERS, settings=("answer_tokens=16", *settings), **more
+        drafter=drafter, log=log, out=out, every=30, answers=ANSWERS, settings=("answer_tokens=16", *settings), **more
     )
+
+
+def refreshed(online: Adaptation, report: Any = quiet) -> Refresh:
+    with online.begun():
+        return online.refresh(report, quiet)
+
+
+def in_use(online: Adaptation) -> Path:
+    return online.folder_of(online.newest)
 
 
 def test_a_better_drafter_replaces_the_one_before(drafter: Path, log: Path, tmp_path: Path) -> None:
     """Guards what is in use: the folder that `newest.json` names, whose run began with the drafter before."""
     online = adaptation(drafter, log, tmp_path / "out", "lr=1e-2", "steps=20")
-    assert online.waiting == ANSWERS and online.current == drafter
+    assert online.waiting == ANSWERS and in_use(online) == drafter
     reports: list[object] = []
-    first = online.refresh(reports.append, quiet)
+    first = refreshed(online, reports.append)
     assert first.is_better and first.number == 1 and first.before < first.after
     assert first.before.acceptance_length is not None and "tokens per target pass" in first.in_words
     assert any(isinstance(report, Progress) for report in reports)
-    assert online.waiting == 0 and online.current == tmp_path / "out" / "refresh-0001"
-    assert read_record(online.current)["recipe"]["start"] == str(drafter)
+    assert online.waiting == 0 and in_use(online) == tmp_path / "out" / "refresh-0001"
+    assert read_record(in_use(online))["recipe"]["start"] == str(drafter)
     again = adaptation(drafter, log, tmp_path / "out", "lr=1e-2", "steps=20")
-    second = again.refresh(quiet, quiet)
+    second = refreshed(again)
     assert second.number == 2 and second.before.held_out_loss == pytest.approx(first.after.held_out_loss)
     if second.is_better:
-        assert read_record(again.current)["recipe"]["start"] == str(tmp_path / "out" / "refresh-0001")
+        assert read_record(in_use(again))["recipe"]["start"] == str(tmp_path / "out" / "refresh-0001")
     left = {path.name for path in (tmp_path / "out").iterdir()}
-    assert left <= {"newest.json", "refresh-0001", "refresh-0002"}, "no text of a user is left"
+    assert left <= {"newest.json", "adapt.lock", "refresh-0001", "refresh-0002"}, "no text of a user is left"
 
 
 def test_a_drafter_that_is_not_better_is_not_taken(drafter: Path, log: Path, tmp_path: Path) -> None:
     """Guards a refresh that harms: far too large steps, and the drafter stays."""
     online = adaptation(drafter, log, tmp_path / "out", "lr=30", "steps=4", "max_grad_norm=null")
-    result = online.refresh(quiet, quiet)
+    result = refreshed(online)
     assert not result.is_better and result.after == result.before and "not better" in result.in_words
-    assert online.current == drafter and online.waiting == 0
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"newest.json"}
+    assert in_use(online) == drafter and online.waiting == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"newest.json", "adapt.lock"}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no memory")], ids=["Ctrl-C", "mistake"])
@@ -99,15 +110,16 @@ def test_a_refresh_that_is_stopped_leaves_nothing(
 
     monkeypatch.setattr(refresh.launch, "train", stopped)
     with pytest.raises(type(error)):
-        online.refresh(quiet, quiet)
-    assert not list((tmp_path / "out").iterdir()) and online.waiting == ANSWERS
+        refreshed(online)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"newest.json", "adapt.lock"}
+    assert online.waiting == ANSWERS and in_use(online) == drafter
 
 
 def test_the_recipe_is_the_drafters_own(
     drafter: Path, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Guards the settings that decide what a drafter is, and the data: no answer is both learnt and measured."""
-    monkeypatch.setattr(refresh, "SMALL_BYTES", 8000)
+    monkeypatch.setattr(newest_answers, "SMALL_BYTES", 8000)
     taken: list[Any] = []
     sizes: list[int] = []
 
@@ -118,7 +130,7 @@ def test_the_recipe_is_the_drafters_own(
 
     monkeypatch.setattr(refresh.launch, "train", train)
     with pytest.raises(ValueError, match="enough"):
-        adaptation(drafter, log, tmp_path / "out", "weight_decay=0.25").refresh(quiet, quiet)
+        refreshed(adaptation(drafter, log, tmp_path / "out", "weight_decay=0.25"))
     recipe, parts = taken[0]
     learnt, held_out = (
         [line for part, source in zip(parts, recipe.data, strict=True) if source.weight == weight for line in part]
@@ -138,9 +150,9 @@ def test_mistakes(drafter: Path, log: Path, tmp_path: Path, family: Path) -> Non
         adaptation(family / "draft", log, tmp_path / "out")
     with pytest.raises(ValueError, match=f"every=3: a refresh needs at least {FEWEST}"):
         Adaptation(drafter=drafter, log=log, out=tmp_path / "out", every=3)
-    with pytest.raises(ValueError, match="window=40: use at least the 64"):
-        Adaptation(drafter=drafter, log=log, out=tmp_path / "out", window=40)
-    adaptation(drafter, log, tmp_path / "out", "lr=1e-9").refresh(quiet, quiet)
+    with pytest.raises(ValueError, match="answers=40: use at least the 64"):
+        Adaptation(drafter=drafter, log=log, out=tmp_path / "out", answers=40)
+    refreshed(adaptation(drafter, log, tmp_path / "out", "lr=1e-9"))
     train_head(family, "medusa", tmp_path / "another", k=3, steps=1)
     with pytest.raises(ValueError, match="has refreshes of another drafter"):
         adaptation(tmp_path / "another", log, tmp_path / "out")
@@ -148,8 +160,14 @@ def test_mistakes(drafter: Path, log: Path, tmp_path: Path, family: Path) -> Non
     with pytest.raises(ValueError, match=r"newest.json cannot be read"):
         adaptation(drafter, log, tmp_path / "out")
     (tmp_path / "bad.jsonl").write_text('{"tokens": [1, 2]}\n' * FEWEST)
-    with pytest.raises(ValueError, match="a line that --rounds does not write"):
-        adaptation(drafter, tmp_path / "bad.jsonl", tmp_path / "bad").refresh(quiet, quiet)
+    online = adaptation(drafter, tmp_path / "bad.jsonl", tmp_path / "bad")
+    with (
+        pytest.raises(ValueError, match="the log has 0 answers"),
+        pytest.warns(UserWarning, match=f"{FEWEST} lines of no"),
+    ):
+        refreshed(online)
+    with pytest.raises(ValueError, match="unknown model"):
+        adaptation(drafter, log, tmp_path / "no", target="no/such/model/here")
 
 
 def test_a_log_that_begins_anew_is_read_from_its_beginning(drafter: Path, log: Path, tmp_path: Path) -> None:
@@ -158,7 +176,7 @@ def test_a_log_that_begins_anew_is_read_from_its_beginning(drafter: Path, log: P
     lines = log.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines))
     online = adaptation(drafter, file, tmp_path / "out", "lr=1e-9")
-    online.refresh(quiet, quiet)
+    refreshed(online)
     file.write_bytes(b"".join(lines[:5]) + lines[5][:-1])
     assert online.waiting == 5
     file.unlink()
@@ -169,7 +187,7 @@ def test_a_log_that_begins_anew_is_read_from_its_beginning(drafter: Path, log: P
 @pytest.mark.parametrize("torn", [b"", b"torn"], ids=["whole", "torn"])
 def test_the_newest_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int, torn: bytes) -> None:
     """Guards lines at the edges of pieces, and one that is being written."""
-    monkeypatch.setattr(refresh, "PIECE", piece)
+    monkeypatch.setattr(newest_answers, "PIECE", piece)
     generator = random.Random(piece)
     for count in (0, 1, 5, 40):
         lines = [b"x" * generator.randrange(30) + b"\n" for _ in range(count)]
@@ -178,11 +196,53 @@ def test_the_newest_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece
             assert newest_lines(tmp_path / "log", most) == lines[-most:]
 
 
-def test_one_prompt_again_and_again_is_split_too() -> None:
-    """Guards a log in which the digest of prompts would hold out all or nothing."""
-    lines = [b'{"tokens": [1, %d], "prompt_tokens": 1}' % answer for answer in range(FEWEST)]
+def lines_of(prompts: list[int]) -> list[Line]:
+    texts = [b'{"tokens": [%d, %d], "prompt_tokens": 1}\n' % pair for pair in zip(prompts, range(999), strict=False)]
+    return [line for line in map(Line.of, texts) if line is not None]
+
+
+@pytest.mark.parametrize("count", [FEWEST, 64, 256])
+@pytest.mark.parametrize("prompts", [1, 5, 999])
+def test_what_is_held_out_is_not_learnt(count: int, prompts: int) -> None:
+    """Guards the measure: an answer is on one side only, the newest come first, and with many prompts a prompt stays on
+    its side as the log grows."""
+    lines = lines_of([index % prompts for index in range(count)])
     learnt, held_out = split(lines)
-    assert learnt and held_out and sorted(learnt + held_out) == sorted(lines)
-    assert held_out == sorted(held_out, key=lines.index, reverse=True), "the newest first"
-    with pytest.raises(ValueError, match=f"the log has 3 answers, and a refresh needs {FEWEST}"):
-        split(lines[:3])
+    assert len(learnt) >= count // 2 and len(held_out) >= min(6, count // 8)
+    assert not {line.text for line in learnt} & {line.text for line in held_out}
+    assert held_out == sorted(held_out, key=lines.index, reverse=True)
+    more = lines_of([index % prompts for index in range(count + 99)])
+    if prompts == 999 and count >= 64:
+        assert not {line.text for line in split(more)[0]} & {line.text for line in held_out}
+
+
+def test_too_few_answers() -> None:
+    with pytest.raises(ValueError, match=f"the log has 3 answers to learn, a refresh needs {FEWEST}"):
+        split(lines_of([1, 2, 3]))
+    with pytest.raises(ValueError, match="too much alike"):
+        split(lines_of([1])[:1] * FEWEST)
+
+
+def test_another_target_is_fitted(family: Path, drafter: Path, log: Path, tmp_path: Path) -> None:
+    """Guards a fine-tuned target: its states and answers are learnt and measured, and not those of its base."""
+    online = adaptation(drafter, log, tmp_path / "out", target=str(family / "draft"))
+    recipe = online._recipe(1, [{"path": str(log)}])
+    assert (recipe.model, recipe.measured_with) == (str(family / "draft"),) * 2
+    with pytest.raises(ValueError, match="'model=x': a refresh sets model itself"):
+        adaptation(drafter, log, tmp_path / "out", "model=x")
+
+
+def test_files_of_others_stay(drafter: Path, log: Path, tmp_path: Path) -> None:
+    """Guards a folder of the user's that has names like ours."""
+    (tmp_path / "mine" / "answers").mkdir(parents=True)
+    with pytest.raises(ValueError, match="mine' holds files of something else"):
+        adaptation(drafter, log, tmp_path / "mine")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="file' holds files of something else"):
+        adaptation(drafter, log, tmp_path / "file")
+
+
+def test_one_process_at_a_time(drafter: Path, log: Path, tmp_path: Path) -> None:
+    online = adaptation(drafter, log, tmp_path / "out")
+    with online.begun(), pytest.raises(ValueError, match="is in use by another run"), online.begun():
+        pass

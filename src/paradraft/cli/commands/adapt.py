@@ -39,6 +39,9 @@ def adapt(
     out: Annotated[
         Path | None, options.option("Folder of the refreshed drafters; by default DRAFTER with -adapted behind.")
     ] = None,
+    target: Annotated[
+        str | None, options.option(f"What has answered, if not the target of the drafter's training: {options.TARGET}.")
+    ] = None,
     every: Annotated[int, options.option("New answers that a refresh waits for.")] = 64,
     answers: Annotated[int, options.option("The newest answers, which a refresh learns.")] = 256,
     once: Annotated[bool, options.option("Refresh once, with the answers that are there, and end.", "--once")] = False,
@@ -47,46 +50,69 @@ def adapt(
 ) -> None:
     """Let a drafter go on learning from the answers of a log of rounds, at the lowest priority.
 
-    A refresh trains it a little on the newest answers, one in six held out, and is kept only if it guesses more
-    tokens of these. Ctrl-C ends it; the same command goes on with the next refresh. paradraft serve --adapt runs it
-    beside the server, which then drafts with the refreshed drafter.
+    A refresh trains it a little on the newest answers, one in six held out, and is kept only if these are guessed
+    better. Ctrl-C ends it; the same command goes on with the next refresh. paradraft serve --adapt runs it beside the
+    server, which then drafts with the better drafter.
     """
+    if hasattr(os, "nice"):
+        os.nice(LOWEST)
     with importing():
-        from paradraft.cli.commands.train import line_of
         from paradraft.train.refresh import Adaptation
+        from paradraft.train.run.processes import StoppedError
 
-    if until_end_of_input:
-        threading.Thread(target=_end_with_input, daemon=True).start()
     use_threads(threads)
     adaptation = Adaptation(
         drafter=drafter,
         log=log,
-        out=out or drafter.with_name(f"{drafter.resolve().name}-adapted"),
+        out=out or drafter.resolve().with_name(f"{drafter.resolve().name}-adapted"),
+        target=target,
         every=every,
-        window=answers,
+        answers=answers,
         settings=tuple(overrides or ()),
     )
-    if hasattr(os, "nice"):
-        os.nice(LOWEST)
-    say = partial(console().print, soft_wrap=True)
+    if once:
+        adaptation.check_log()
+    with adaptation.begun():
+        if until_end_of_input:
+            threading.Thread(target=_end_with_input, args=(adaptation.tidy,), daemon=True).start()
+        try:
+            _refresh_again_and_again(adaptation, once=once)
+        except StoppedError as stop:
+            raise typer.Exit(128 + stop.number) from None
+
+
+def _refresh_again_and_again(adaptation: Adaptation, *, once: bool) -> None:
+    from paradraft.cli.commands.train import line_of
+
+    say, wanted = partial(console().print, soft_wrap=True), adaptation.every
     while True:
         if not once:
-            _wait_for(adaptation, say)
-        say(adaptation.refresh(lambda report: say(line_of(report)), say).in_words)
+            _wait_for(wanted, adaptation, say)
+        try:
+            say(adaptation.refresh(lambda report: say(line_of(report)), say).in_words)
+            wanted = adaptation.every
+        except (ValueError, OSError) as error:
+            if once:
+                raise
+            say(f"this refresh has failed: {error}")
+            wanted = adaptation.waiting + adaptation.every
         if once:
-            say(f"decode with it by --draft {shlex.quote(str(adaptation.current))}")
+            folder = adaptation.folder_of(adaptation.newest)
+            say(f"decode with it by --draft {shlex.quote(str(folder))}")
             return
 
 
-def _wait_for(adaptation: Adaptation, say: Callable[[str], None]) -> None:
+def _wait_for(wanted: int, adaptation: Adaptation, say: Callable[[str], None]) -> None:
     """Returns when the log has enough new answers."""
-    if (waiting := adaptation.waiting) < adaptation.every:
-        say(f"{number_of(waiting, 'new answer')} in {adaptation.log}: the next refresh waits for {adaptation.every}")
-    while adaptation.waiting < adaptation.every:
+    if (waiting := adaptation.waiting) < wanted:
+        say(f"{number_of(waiting, 'new answer')} in {adaptation.log}: the next refresh waits for {wanted}")
+    # A log that has begun anew has fewer.
+    while not (wanted <= adaptation.waiting or adaptation.every <= adaptation.waiting < waiting):
         time.sleep(POLL_S)
 
 
-def _end_with_input() -> None:
+def _end_with_input(tidy: Callable[[], None]) -> None:
     """Ends this process with the one that started it, however that ends: the system closes the input then."""
     sys.stdin.read()
+    tidy()
     os._exit(0)

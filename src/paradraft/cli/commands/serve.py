@@ -121,12 +121,12 @@ def serve(context: typer.Context, *, args: ServeArgs) -> None:
         with engine:
             warm_up(engine, args.limits.max_batch)
             app, admission = new_app(engine, names=names_of(args), limits=args.limits, key=key, defaults=defaults)
-            listen(listening)
-            if defaults:
-                listed = ", ".join(f"{name}={value:g}" for name, value in defaults.items())
-                _say(f"requests that do not say otherwise have {listed}, as the model asks")
-            _say(f"serving {args.target} at {url_of(listening)}; Ctrl-C ends it")
             with nullcontext() if adaptation is None else adaptation(engine, _say):
+                listen(listening)
+                if defaults:
+                    listed = ", ".join(f"{name}={value:g}" for name, value in defaults.items())
+                    _say(f"requests that do not say otherwise have {listed}, as the model asks")
+                _say(f"serving {args.target} at {url_of(listening)}; Ctrl-C ends it")
                 Server(app, admission).run(sockets=[listening])
             tell_advice(engine)
 

@@ -36,6 +36,7 @@ from transformers import PreTrainedTokenizerBase
 from paradraft.data.tokens.token_table import TYPES, records_of, row_of
 from paradraft.data.tokens.tokenized import Tokenization, Tokenized, tokenized
 from paradraft.digests import file_digest
+from paradraft.placement import usable_cpus
 from paradraft.signals import sigterm_raises
 from paradraft.sources.records import LOG_KEYS, RECORD_KEYS, Record, content_digest, records
 from paradraft.text.chat_template import CLOCK
@@ -92,7 +93,7 @@ def tokenized_records(
         with FileLock(f"{entry}.lock"):
             table = _kept(entry, identity)
             if table is None:
-                _make(entry, identity, source, how, cache.processes or _cpus())
+                _make(entry, identity, source, how, cache.processes or usable_cpus())
                 table = _table(entry)
     except OSError as error:
         warnings.warn(
@@ -114,10 +115,6 @@ def _default_folder() -> Path:
     from datasets.config import HF_DATASETS_CACHE  # imported late: it takes seconds
 
     return Path(HF_DATASETS_CACHE) / "paradraft--tokens"  # no name that a dataset may have
-
-
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def _identity(source: Path, digest: str, how: Tokenization, day: date | None) -> dict[str, Any]:

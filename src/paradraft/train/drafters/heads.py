@@ -8,6 +8,7 @@ V vocabulary, K depths.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -81,9 +82,9 @@ class HeadRecipe(Recipe):
         return True
 
     @classmethod
-    def continuing(cls, drafter: str) -> dict[str, Any]:
+    def continuing(cls, own: Mapping[str, Any], drafter: str, target: str | None) -> dict[str, Any]:
         """See `Recipe`."""
-        return {"start": drafter}
+        return {"model": target or own["model"], "target": None, "start": drafter}
 
     @property
     def rank_of_head(self) -> int | None:

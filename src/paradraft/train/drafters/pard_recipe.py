@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -127,9 +128,16 @@ class PardRecipe(Recipe):
         return ("autoregressive", ORDINARY_K) if self.k == 1 else (name, self.k)
 
     @classmethod
-    def continuing(cls, drafter: str) -> dict[str, Any]:
+    def continuing(cls, own: Mapping[str, Any], drafter: str, target: str | None) -> dict[str, Any]:
         """See `Recipe`; the weights of the drafter have its temperature."""
-        return {"model": drafter, "draft_temperature": 1.0}
+        of_target = (
+            {}
+            if target is None
+            else {"target": target}
+            if own["teacher"] is None
+            else {"teacher": target, "target": None}
+        )
+        return {"model": drafter, "draft_temperature": 1.0, **of_target}
 
     @property
     def identity(self) -> dict[str, Any]:

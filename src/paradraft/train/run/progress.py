@@ -229,19 +229,22 @@ class BestSoFar:
     Args:
         best: score of the best drafter; None before the first evaluation.
         stale: evaluations since then, none of them better.
+        longest: largest acceptance length so far, from which the best one's is never far.
         first: score before the first step.
     """
 
     best: Score | None = None
     stale: int = 0
     first: Score | None = None
+    longest: float = 0.0
 
     def after(self, score: Score) -> BestSoFar:
         """Returns the state after one more evaluation."""
-        first = self.first or score
-        if self.best is None or self.best < score:
-            return BestSoFar(best=score, first=first)
-        return replace(self, stale=self.stale + 1, first=first)
+        first, length = self.first or score, score.acceptance_length or 0.0
+        longest = max(self.longest, length)
+        if self.best is None or (self.best < score and length >= (1 - SAME) * longest):
+            return BestSoFar(best=score, first=first, longest=longest)
+        return replace(self, stale=self.stale + 1, first=first, longest=longest)
 
     def is_over(self, patience: int | None) -> bool:
         """Whether a run with this patience stops (early stopping)."""

@@ -22,6 +22,14 @@ def test_the_best_is_the_longest_and_of_equals_the_surest() -> None:
     assert alone.best == worth(2, None, 0.5)
 
 
+def test_the_best_is_never_far_from_the_longest() -> None:
+    """Guards a run whose lengths fall a little at each evaluation, each time by less than chance explains."""
+    standing = BestSoFar()
+    for step in range(1, 9):
+        standing = standing.after(worth(step, 2.5 * 0.993**step, 1.0 - 0.01 * step))
+    assert standing.best is not None and standing.best.step == 2 and standing.stale == 6
+
+
 def test_patience() -> None:
     """Guards against a run that stops an evaluation early or late, or without having been told to."""
     standing = BestSoFar().after(worth(1, None, 1.0))
