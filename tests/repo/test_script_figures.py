@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from typing import Any
 
 import pytest
 
@@ -387,3 +388,58 @@ def test_what_losses_and_weights_win_is_as_measured() -> None:
     )
     assert f"{first['length']:.2f} times as many in the first epoch and {later['length']:.2f} times in later" in page
     assert all(0.99 < epoch["prefix"] < 1.01 for epoch in (first, later))
+
+
+def test_what_adapting_wins_is_as_measured() -> None:
+    """Guards the two tables of `docs/training.md`, and the shares of the gap."""
+    served = raw("adapting-smollm2-135m-dflash-chat_epyc-avx512-2cores_2026-11-30")
+    lengths = raw("adapting-lengths-smollm2-135m-dflash-chat_epyc-avx512-1core_2026-11-30")["temperatures"]
+    page = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
+
+    def cells(name: str, of: Any = lengths) -> list[str]:
+        return [f"{of[temperature]['0'][name]['tokens_per_pass']:.2f}" for temperature in ("0", "0.8")]
+
+    seen = [str(refresh["requests"]) for refresh in served["refreshes"]]
+    rows = table("docs/training.md", "drafter", "requests answered", "T = 0", "T = 0.8")
+    assert rows == [
+        ["trained on code", "0", *cells("code")],
+        ["after one refresh", seen[0], *cells("after_1")],
+        ["after two", seen[1], *cells("after_2")],
+        ["after three", seen[2], *cells("after_3")],
+        ["trained on chats, as many steps from random weights", "", *cells("chat")],
+    ]
+    shares = [
+        [
+            lengths[temperature]["0"][name]["gain"] / lengths[temperature]["0"]["chat"]["gain"]
+            for temperature in ("0", "0.8")
+        ]
+        for name in ("after_2", "after_3")
+    ]
+    assert (
+        f"{shares[0][0]:.0%} of what".replace("%", " %") in page
+        and f"{shares[0][1]:.0%} at 0.8".replace("%", " %") in page
+    )
+    assert min(shares[1]) > 1
+    late_s = served["refreshes"][2]["seconds"] - served["answered_s"]
+    assert f"took {served['answered_s'] / 60:.0f} minutes" in page and f"{late_s:.0f} seconds later" in page
+    rates = raw("adapting-rates-smollm2-135m-dflash_epyc-avx512-1core_2026-11-30")["drafters"]
+    falls = {
+        name: {
+            rate: each["before"]["held_out_loss"] - each["after"]["held_out_loss"] for rate, each in rates[name].items()
+        }
+        for name in rates
+    }
+    code, mixed = falls.values()
+    assert f"by {code['1'] / code['0.5'] - 1:.0%} more".replace("%", " %") in page and max(code, key=code.get) == "1"
+    assert mixed["0.5"] > 5 * mixed["1"]
+    tuned = raw("adapting-lengths-smollm2-135m-tuned-dflash_epyc-avx512-1core_2026-11-30")
+    seen = [
+        str(each["requests"])
+        for each in raw("adapting-smollm2-135m-tuned-dflash_epyc-avx512-2cores_2026-11-30")["refreshes"]
+    ]
+    assert table("docs/training.md", "target", "drafter", "T = 0", "T = 0.8") == [
+        ["before", "of 300 steps", *cells("yesterday", tuned["base"]["temperatures"])],
+        ["tuned", "the same", *cells("yesterday", tuned["temperatures"])],
+        ["tuned", f"after one refresh, {seen[0]} requests", *cells("refresh-0001", tuned["temperatures"])],
+        ["tuned", f"after two, {seen[1]} requests", *cells("refresh-0002", tuned["temperatures"])],
+    ]
