@@ -62,7 +62,7 @@ def test_a_log_is_learnt(
     after = paradraft("generate", *generate, "--draft", folder)
     assert after.code == 0 and after.out == before.out
     assert_mistake(paradraft("adapt", family / "draft", "--log", asked), "draft", "train_command.json")
-    assert_mistake(paradraft(*adapt, "--every", 3), "every=3")
+    assert_mistake(paradraft(*adapt, "--refresh-every", 3), "refresh_every=3")
     assert_mistake(paradraft(*adapt[:3], tmp_path / "none.jsonl", "--once"), "none.jsonl")
     damaged = paradraft(*adapt, "colour=red")
     assert damaged.code == 2 and "unknown recipe key 'colour'" in damaged.err

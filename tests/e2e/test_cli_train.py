@@ -101,7 +101,7 @@ def test_interrupted_training_resumes(
     run goes on from step 4 and ends with the very weights of a run that was never stopped."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert paradraft("train", "pard", recipe, f"out={whole}").code == 0
-    line = train._line
+    line = train.line_of
 
     def stop_at_step_5(progress: Progress) -> str:
         if progress.step == 5:
@@ -109,7 +109,7 @@ def test_interrupted_training_resumes(
         return line(progress)
 
     with monkeypatch.context() as patched:
-        patched.setattr(train, "_line", stop_at_step_5)
+        patched.setattr(train, "line_of", stop_at_step_5)
         first = paradraft("train", "pard", recipe, f"out={stopped}")
     assert first.code == INTERRUPTED
     assert first.err == "paradraft: interrupted\n"
@@ -309,7 +309,7 @@ def test_a_run_that_is_asked_to_stop(
 ) -> None:
     """Guards the steps since the last checkpoint, the one line that says where the run stands, and the exit code by
     which a cluster knows that it was asked to stop."""
-    out, line = tmp_path / "stopped", train._line
+    out, line = tmp_path / "stopped", train.line_of
 
     def ask_at_step_2(progress: Progress) -> str:
         if progress.step == 2:
@@ -317,7 +317,7 @@ def test_a_run_that_is_asked_to_stop(
         return line(progress)
 
     with monkeypatch.context() as patched:
-        patched.setattr(train, "_line", ask_at_step_2)
+        patched.setattr(train, "line_of", ask_at_step_2)
         first = paradraft("train", "pard", recipe, f"out={out}")
     assert first.code == code
     assert first.err == ("paradraft: interrupted\n" if number == signal.SIGINT else "")
@@ -367,11 +367,11 @@ def test_a_damaged_checkpoint_is_a_warning(
         file.write_bytes(file.read_bytes()[:-1] + b"\xff")
 
     with monkeypatch.context() as patched:
-        patched.setattr(train, "_line", stop_at_step_5)
+        patched.setattr(train, "line_of", stop_at_step_5)
         assert paradraft("train", "pard", recipe, f"out={out}").code == INTERRUPTED
     damage(4)
     with monkeypatch.context() as patched:
-        patched.setattr(train, "_line", lambda progress: f"again {stop_at_step_5(progress)}{progress.step}")
+        patched.setattr(train, "line_of", lambda progress: f"again {stop_at_step_5(progress)}{progress.step}")
         second = paradraft("train", "pard", recipe, f"out={out}")
     assert second.err.splitlines()[0].startswith("paradraft: warning: ")
     assert "step-00000004/optimizer.bin is damaged" in second.err.splitlines()[0]
@@ -415,7 +415,7 @@ def test_checkpoint_of_another_recipe(
             raise KeyboardInterrupt
         return ""
 
-    monkeypatch.setattr(train, "_line", stop)
+    monkeypatch.setattr(train, "line_of", stop)
     assert paradraft("train", "pard", recipe, f"out={out}").code == INTERRUPTED
     before = contents(out)
     assert_mistake(paradraft("train", "pard", recipe, f"out={out}", "k=4"), "another recipe")

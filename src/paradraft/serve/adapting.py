@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from paradraft.engine.engine import Engine
 from paradraft.engine.speculation import AUTO, Speculation
 from paradraft.errors import one_line
 from paradraft.placement import usable_cpus
-from paradraft.train.refresh import Adaptation
+from paradraft.train.refresh import ENDS_WITH_INPUT, Adaptation
 
 LOG, OUTPUT = "rounds.jsonl", "adapt.log"
 """Files in the folder of an adaptation: the answers, and what the second process prints."""
@@ -67,12 +68,17 @@ class Adapting:
         command = [
             sys.executable, "-P", "-m", "paradraft", "adapt", str(adaptation.drafter), "--log", str(adaptation.log),
             "--out", str(adaptation.out), "--target", str(adaptation.target), "--threads",
-            str(max(usable_cpus() // 2, 1)), "--until-end-of-input",
+            str(max(usable_cpus() // 2, 1)),
         ]  # fmt: skip
         with (adaptation.out / OUTPUT).open("ab") as output:
             # A group of its own, so that Ctrl-C reaches the server alone, which drains first.
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=os.environ | {ENDS_WITH_INPUT: "1"},
             )
         self._thread.start()
         return self

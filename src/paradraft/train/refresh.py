@@ -46,6 +46,8 @@ RATE = 0.5
 """Of the learning rates of the drafter's own training."""
 NEVER = 10**9
 """Steps between two evaluations besides the first and the last."""
+ENDS_WITH_INPUT = "PARADRAFT_ADAPT_ENDS_WITH_INPUT"
+"""Variable of the environment of a `paradraft adapt` that ends when its standard input does."""
 OF_A_MACHINE = ("device", "attention", "bf16")
 """Settings of the machine that trained the drafter, which have their defaults again."""
 
@@ -110,8 +112,8 @@ class Adaptation:
         log: file that `--rounds` writes; it may be written meanwhile.
         out: folder for the refreshed drafters; of an earlier adaptation of the same drafter it goes on.
         target: that the drafter drafts for; by default the one of its training.
-        every: new answers that a refresh waits for.
-        answers: number of the newest ones that it learns and measures.
+        refresh_every: new answers that a refresh waits for.
+        window: number of the newest answers that it learns and measures.
         settings: `key=value` overrides of the training recipe.
 
     Raises:
@@ -123,15 +125,15 @@ class Adaptation:
     log: Path
     out: Path
     target: str | None = None
-    every: int = 64
-    answers: int = 256
+    refresh_every: int = 64
+    window: int = 256
     settings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.every < FEWEST:
-            raise ValueError(f"every={self.every}: a refresh needs at least {FEWEST} new answers")
-        if self.answers < self.every:
-            raise ValueError(f"answers={self.answers}: use at least the {self.every} that a refresh waits for")
+        if self.refresh_every < FEWEST:
+            raise ValueError(f"refresh_every={self.refresh_every}: a refresh needs at least {FEWEST} new answers")
+        if self.window < self.refresh_every:
+            raise ValueError(f"window={self.window}: use at least the {self.refresh_every} that a refresh waits for")
         if not isinstance(read_record(self.drafter).get("recipe"), dict):
             raise ValueError(
                 f"{str(self.drafter)!r} has no {RECORD} with its recipe: name a drafter that paradraft train has made"
@@ -173,7 +175,7 @@ class Adaptation:
         """Raises ValueError if there are too few answers for a refresh."""
         if not self.log.exists():
             raise ValueError(f"log={str(self.log)!r} does not exist")
-        split(self._fitting(newest_lines(self.log, self.answers)))
+        split(self._fitting(newest_lines(self.log, self.window)))
 
     @contextmanager
     def begun(self) -> Iterator[None]:
@@ -211,7 +213,7 @@ class Adaptation:
         number = 1 if before.last is None else before.last.number + 1
         folder, read = self._refresh_folder(number), self.log.stat().st_size
         try:
-            learnt, held_out = split(self._fitting(newest_lines(self.log, self.answers)))
+            learnt, held_out = split(self._fitting(newest_lines(self.log, self.window)))
             announce(f"refresh {number} learns {len(learnt)} answers, and is measured with {len(held_out)} others")
             recipe = self._recipe(number, written(self.out / ANSWERS, learnt, held_out))
             launch.train(recipe, trainee_module(self._trainee).build, report, announce=announce)
@@ -263,7 +265,7 @@ class Adaptation:
         settings = read_record(self.drafter)["recipe"]
         kind = recipe_class(trainee_module(self._trainee))
         own = {name: value for name, value in _known(kind, settings).items() if name not in OF_A_MACHINE}
-        steps = math.ceil(self.every * EPOCHS / settings["samples_per_step"])
+        steps = math.ceil(self.refresh_every * EPOCHS / settings["samples_per_step"])
         rates = ("lr", "muon_lr") if settings["optimizer"] == "muon" else ("lr",)
         fixed = {
             "data": data, "columns": {}, "source": "dataset", "out": str(self._refresh_folder(number)), "epochs": None,

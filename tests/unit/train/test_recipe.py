@@ -98,7 +98,7 @@ def test_scientific_numbers_inside_the_file(tmp_path: Path) -> None:
         ("data=[]", "'data'"),
         ("data=[{weight: 2}]", "'data.0.path' is missing"),
         ("data=[a, {path: b, wieght: 2}]", "unknown recipe key 'data.1.wieght'; known are path, weight, most"),
-        ("data={path: b, weight: 0}", "'data.0.weight': input should be greater than 0, not 0"),
+        ("data={path: b, weight: -1}", "'data.0.weight': input should be greater than or equal to 0, not -1"),
         ("data={path: b, weight: .inf}", "'data.0.weight': input should be"),
         ("data={path: b, most: 0}", "'data.0.most': input should be greater than or equal to 1, not 0"),
         ("data=[[a]]", "'data.0': input is not a valid path"),

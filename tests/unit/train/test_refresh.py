@@ -53,7 +53,13 @@ def log(family: Path, drafter: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def adaptation(drafter: Path, log: Path, out: Path, *settings: str, **more: Any) -> Adaptation:
     return Adaptation(
-        drafter=drafter, log=log, out=out, every=30, answers=ANSWERS, settings=("answer_tokens=16", *settings), **more
+        drafter=drafter,
+        log=log,
+        out=out,
+        refresh_every=30,
+        window=ANSWERS,
+        settings=("answer_tokens=16", *settings),
+        **more,
     )
 
 
@@ -148,10 +154,10 @@ def test_mistakes(drafter: Path, log: Path, tmp_path: Path, family: Path) -> Non
     """Guards a traceback in a process that nobody watches."""
     with pytest.raises(ValueError, match=rf"draft' has no {RECORD}"):
         adaptation(family / "draft", log, tmp_path / "out")
-    with pytest.raises(ValueError, match=f"every=3: a refresh needs at least {FEWEST}"):
-        Adaptation(drafter=drafter, log=log, out=tmp_path / "out", every=3)
-    with pytest.raises(ValueError, match="answers=40: use at least the 64"):
-        Adaptation(drafter=drafter, log=log, out=tmp_path / "out", answers=40)
+    with pytest.raises(ValueError, match=f"refresh_every=3: a refresh needs at least {FEWEST}"):
+        Adaptation(drafter=drafter, log=log, out=tmp_path / "out", refresh_every=3)
+    with pytest.raises(ValueError, match="window=40: use at least the 64"):
+        Adaptation(drafter=drafter, log=log, out=tmp_path / "out", window=40)
     refreshed(adaptation(drafter, log, tmp_path / "out", "lr=1e-9"))
     train_head(family, "medusa", tmp_path / "another", k=3, steps=1)
     with pytest.raises(ValueError, match="has refreshes of another drafter"):

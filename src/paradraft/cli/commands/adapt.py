@@ -42,11 +42,10 @@ def adapt(
     target: Annotated[
         str | None, options.option(f"What has answered, if not the target of the drafter's training: {options.TARGET}.")
     ] = None,
-    every: Annotated[int, options.option("New answers that a refresh waits for.")] = 64,
-    answers: Annotated[int, options.option("The newest answers, which a refresh learns.")] = 256,
+    refresh_every: Annotated[int, options.option("New answers that a refresh waits for.")] = 64,
+    window: Annotated[int, options.option("How many of the newest answers a refresh learns.")] = 256,
     once: Annotated[bool, options.option("Refresh once, with the answers that are there, and end.", "--once")] = False,
     threads: options.Threads = None,
-    until_end_of_input: Annotated[bool, typer.Option("--until-end-of-input", hidden=True)] = False,
 ) -> None:
     """Let a drafter go on learning from the answers of a log of rounds, at the lowest priority.
 
@@ -57,7 +56,7 @@ def adapt(
     if hasattr(os, "nice"):
         os.nice(LOWEST)
     with importing():
-        from paradraft.train.refresh import Adaptation
+        from paradraft.train.refresh import ENDS_WITH_INPUT, Adaptation
         from paradraft.train.run.processes import StoppedError
 
     use_threads(threads)
@@ -66,14 +65,14 @@ def adapt(
         log=log,
         out=out or drafter.resolve().with_name(f"{drafter.resolve().name}-adapted"),
         target=target,
-        every=every,
-        answers=answers,
+        refresh_every=refresh_every,
+        window=window,
         settings=tuple(overrides or ()),
     )
     if once:
         adaptation.check_log()
     with adaptation.begun():
-        if until_end_of_input:
+        if os.environ.get(ENDS_WITH_INPUT):
             threading.Thread(target=_end_with_input, args=(adaptation.tidy,), daemon=True).start()
         try:
             _refresh_again_and_again(adaptation, once=once)
@@ -84,18 +83,18 @@ def adapt(
 def _refresh_again_and_again(adaptation: Adaptation, *, once: bool) -> None:
     from paradraft.cli.commands.train import line_of
 
-    say, wanted = partial(console().print, soft_wrap=True), adaptation.every
+    say, wanted = partial(console().print, soft_wrap=True), adaptation.refresh_every
     while True:
         if not once:
             _wait_for(wanted, adaptation, say)
         try:
             say(adaptation.refresh(lambda report: say(line_of(report)), say).in_words)
-            wanted = adaptation.every
+            wanted = adaptation.refresh_every
         except (ValueError, OSError) as error:
             if once:
                 raise
             say(f"this refresh has failed: {error}")
-            wanted = adaptation.waiting + adaptation.every
+            wanted = adaptation.waiting + adaptation.refresh_every
         if once:
             folder = adaptation.folder_of(adaptation.newest)
             say(f"decode with it by --draft {shlex.quote(str(folder))}")
@@ -107,7 +106,7 @@ def _wait_for(wanted: int, adaptation: Adaptation, say: Callable[[str], None]) -
     if (waiting := adaptation.waiting) < wanted:
         say(f"{number_of(waiting, 'new answer')} in {adaptation.log}: the next refresh waits for {wanted}")
     # A log that has begun anew has fewer.
-    while not (wanted <= adaptation.waiting or adaptation.every <= adaptation.waiting < waiting):
+    while not (wanted <= adaptation.waiting or adaptation.refresh_every <= adaptation.waiting < waiting):
         time.sleep(POLL_S)
 
 
