@@ -443,3 +443,18 @@ def test_what_adapting_wins_is_as_measured() -> None:
         ["tuned", f"after one refresh, {seen[0]} requests", *cells("refresh-0001", tuned["temperatures"])],
         ["tuned", f"after two, {seen[1]} requests", *cells("refresh-0002", tuned["temperatures"])],
     ]
+
+
+def test_what_valid_prefix_wins_is_as_measured() -> None:
+    """Guards the table of three runs in `docs/training.md`."""
+    seeds = raw("weightings-valid-prefix-smollm2-135m-dflash_epyc-avx512-1core_2026-11-30")["seeds"]
+    rows = []
+    for shape, nodes in (("chain", "0"), ("tree", "8")):
+        for run, seed in zip(("first run", "second", "third"), seeds.values(), strict=True):
+            both = [(seed[each][nodes]["prefix"], seed[each][nodes]["control"]) for each in ("0", "0.8", "1")]
+            shares = [
+                [100 * own[key] / control["tokens_per_pass"] for key in ("gain", "gain_standard_error")]
+                for own, control in both
+            ]
+            rows.append([f"{shape}, {run}", *(f"{gain:+.1f} ± {error:.1f} %" for gain, error in shares)])
+    assert table("docs/training.md", "`valid_prefix`", "T = 0", "T = 0.8", "T = 1") == rows
