@@ -54,7 +54,7 @@ def _run() -> int:
             raise
         return _complain(_short_of_memory(error), always=True)
     except ModuleNotFoundError as error:
-        of_train = dict.fromkeys(("train", "regenerate", "trim", "merge"), "train")
+        of_train = dict.fromkeys(("train", "adapt", "regenerate", "trim", "merge"), "train")
         extra = (of_train | {"serve": "serve"}).get("".join(sys.argv[1:2]), "bench")
         return _complain(f"{error.name} is not installed: pip install 'paradraft[{extra}]'", always=True)
     except OSError as error:
