@@ -18,7 +18,7 @@ from paradraft.decode.pearl.remote import Span
 from paradraft.decode.round_log import RoundLog
 from paradraft.decode.stats import Clock
 from paradraft.drafters.none import NoDrafter
-from paradraft.engine.answers import Answers, Chunk, Result
+from paradraft.engine.answers import Answers, Chunk, Result, Stop
 from paradraft.engine.request import Prompt, Prompts, check_round, requests_of, rows_of, tokens_of
 from paradraft.engine.scheduler import Scheduler
 from paradraft.engine.speculation import Speculation
@@ -140,12 +140,7 @@ class Engine:
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts
-        self,
-        prompts: str | Sequence[int],
-        *,
-        max_new_tokens: int = 128,
-        sampling: Sampling = GREEDY,
-        stop: str | Sequence[str] | None = None,
+        self, prompts: str | Sequence[int], *, max_new_tokens: int = 128, sampling: Sampling = GREEDY, stop: Stop = None
     ) -> Result: ...
 
     @overload
@@ -155,9 +150,20 @@ class Engine:
         *,
         max_new_tokens: int | Sequence[int] = 128,
         sampling: Sampling | Sequence[Sampling] = GREEDY,
-        stop: str | Sequence[str] | None = None,
+        stop: Stop = None,
         batch_size: int = 8,
     ) -> list[Result]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Prompts,
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
+        stop: Stop = None,
+        batch_size: int = 8,
+    ) -> Result | list[Result]: ...
 
     def generate(
         self,
@@ -165,7 +171,7 @@ class Engine:
         *,
         max_new_tokens: int | Sequence[int] = 128,
         sampling: Sampling | Sequence[Sampling] = GREEDY,
-        stop: str | Sequence[str] | None = None,
+        stop: Stop = None,
         batch_size: int = 8,
     ) -> Result | list[Result]:
         """Answers one prompt, or several in batches.
@@ -198,7 +204,7 @@ class Engine:
         *,
         max_new_tokens: int = 128,
         sampling: Sampling = GREEDY,
-        stop: str | Sequence[str] | None = None,
+        stop: Stop = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Result:
         """Answers a conversation, such as `[{"role": "user", "content": "Hello"}]`, through the model's chat template.
@@ -233,12 +239,7 @@ class Engine:
         return ask_tokens(messages, template_of(self.target.tokenizer, chat_template_kwargs))
 
     def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 128,
-        sampling: Sampling = GREEDY,
-        stop: str | Sequence[str] | None = None,
+        self, prompt: Prompt, *, max_new_tokens: int = 128, sampling: Sampling = GREEDY, stop: Stop = None
     ) -> Generator[Chunk, None, None]:
         """Answers one prompt as a stream of chunks, whose texts joined are the `text` that `generate` returns.
 
@@ -257,7 +258,7 @@ class Engine:
         *,
         max_new_tokens: int = 128,
         sampling: Sampling = GREEDY,
-        stop: str | Sequence[str] | None = None,
+        stop: Stop = None,
         k: int | None = None,
         logprobs: int | None = None,
     ) -> AsyncGenerator[Chunk, None]:
@@ -281,12 +282,7 @@ class Engine:
         return self._answers.astreamed(request, stop)
 
     async def agenerate(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 128,
-        sampling: Sampling = GREEDY,
-        stop: str | Sequence[str] | None = None,
+        self, prompt: Prompt, *, max_new_tokens: int = 128, sampling: Sampling = GREEDY, stop: Stop = None
     ) -> Result:
         """`generate` of one prompt for an event loop, with its errors; see `astream`."""
         (request,) = requests_of(self.target, [prompt], max_new_tokens, sampling)
@@ -340,7 +336,7 @@ class Engine:
         *,
         max_new_tokens: int,
         sampling: Sampling = GREEDY,
-        stop: str | Sequence[str] | None = None,
+        stop: Stop = None,
         k: int | None = None,
         logprobs: int | None = None,
     ) -> None:
