@@ -21,7 +21,7 @@ PIECE = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class LoggedAnswer:
     """An answer in a log of rounds."""
 
     text: bytes
@@ -29,7 +29,7 @@ class Line:
     prompt: list[int]
 
     @classmethod
-    def of(cls, text: bytes) -> Line | None:
+    def of(cls, text: bytes) -> LoggedAnswer | None:
         """None for what `--rounds` does not write."""
         try:
             record = json.loads(text)
@@ -50,7 +50,7 @@ def newest_lines(log: Path, most: int) -> list[bytes]:
     return [line for line in lines if line.endswith(b"\n")][-most:]
 
 
-def split(lines: list[Line]) -> tuple[list[Line], list[Line]]:
+def split(lines: list[LoggedAnswer]) -> tuple[list[LoggedAnswer], list[LoggedAnswer]]:
     """Answers to learn, and held-out ones, the newest first.
 
     A digest decides, of the prompt or, where there are few prompts, of the answer too. So what measures a refresh was
@@ -73,7 +73,7 @@ def split(lines: list[Line]) -> tuple[list[Line], list[Line]]:
     raise ValueError("the answers of the log are too much alike to hold some of them out: wait for others")
 
 
-def written(folder: Path, learnt: list[Line], held_out: list[Line]) -> list[dict[str, Any]]:
+def written(folder: Path, learnt: list[LoggedAnswer], held_out: list[LoggedAnswer]) -> list[dict[str, Any]]:
     """The two as data of a recipe, in files for their owner alone: users wrote them.
 
     The files are small, so that no token cache keeps them.

@@ -6,7 +6,6 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -159,12 +158,10 @@ def load_as_planned(
             kept_rows=kept_rows,
             cpus=placement.target_cpus,
             tries_plain=tries_plain,
-            loads=None if processes else partial(_drafter_of, speculation.drafter, target, plan.runtime),
+            loads=None
+            if processes
+            else lambda draft: load_drafter(speculation.drafter, target, draft=draft, runtime=plan.runtime),
         )
-
-
-def _drafter_of(drafter: str, target: Target, runtime: Runtime, draft: str) -> Drafter:
-    return load_drafter(drafter, target, draft=draft, runtime=runtime)
 
 
 def resolve(

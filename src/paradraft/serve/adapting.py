@@ -16,10 +16,8 @@ from paradraft.engine.engine import Engine
 from paradraft.engine.speculation import AUTO, Speculation
 from paradraft.errors import one_line
 from paradraft.placement import usable_cpus
-from paradraft.train.refresh import ENDS_WITH_INPUT, Adaptation
+from paradraft.train.refresh import ENDS_WITH_INPUT, LOG, OUTPUT, Adaptation
 
-LOG, OUTPUT = "rounds.jsonl", "adapt.log"
-"""Files in the folder of an adaptation: the answers, and what the second process prints."""
 MOST_BYTES = 2**26
 """Of `LOG`: some ten thousand answers."""
 POLL_S, GRACE_S = 1.0, 2.0
@@ -71,7 +69,7 @@ class Adapting:
             str(max(usable_cpus() // 2, 1)),
         ]  # fmt: skip
         with (adaptation.out / OUTPUT).open("ab") as output:
-            # A group of its own, so that Ctrl-C reaches the server alone, which drains first.
+            # In another process group, so that Ctrl-C reaches the server alone, which drains first.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,

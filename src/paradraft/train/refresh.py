@@ -6,7 +6,7 @@ and not only those that were refused).
 
     out/newest.json     the drafter to decode with, and how much of the log is learnt
     out/refresh-0003/   the last two drafters that were better
-    out/answers/        what the refresh under way learns and is measured with
+    out/answers/        the data of the refresh under way
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from paradraft.data.newest_answers import FEWEST, MOST, PIECE, Line, newest_lines, split, written
+from paradraft.data.newest_answers import FEWEST, MOST, PIECE, LoggedAnswer, newest_lines, split, written
 from paradraft.digests import model_digest
 from paradraft.engine.automatic import drafter_of
 from paradraft.files import write_output
@@ -38,8 +38,10 @@ from paradraft.train.run.provenance import RECORD, read_record
 from paradraft.wording import number_of
 
 NEWEST, ANSWERS, FOLDER = "newest.json", "answers", re.compile(r"refresh-\d+")
-BESIDE = ("rounds.jsonl", "rounds.jsonl.1", "adapt.log", "adapt.lock")
-"""Files of a server in `out`, where a new adaptation may begin."""
+LOCK, LOG, OUTPUT = "adapt.lock", "rounds.jsonl", "adapt.log"
+"""The lock on `out`, and files that a server has there: the answers, and the output of the process that refreshes."""
+BESIDE = (LOCK, LOG, f"{LOG}.1", OUTPUT)
+"""Files in `out` beside which a new adaptation may begin."""
 EPOCHS = 4
 """Times that an answer is learnt, over all refreshes."""
 RATE = 0.5
@@ -142,7 +144,7 @@ class Adaptation:
             raise ValueError(f"{str(self.out)!r} holds files of something else: choose another folder")
         if self.newest.initial != model_digest(self.drafter):
             raise ValueError(f"{str(self.out)!r} has refreshes of another drafter: choose another folder")
-        recipe = self._recipe(1, [{"path": str(self.log)}])
+        recipe = self._recipe()
         for role, shipped in recipe.ROLES.items():
             if (name := getattr(recipe, role)) is not None:
                 locate(name, shipped)
@@ -178,7 +180,7 @@ class Adaptation:
         split(self._fitting(newest_lines(self.log, self.window)))
 
     @contextmanager
-    def begun(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Locks `out`, which it makes, for refreshes; users' texts in it are deleted at the end.
 
         Raises:
@@ -186,7 +188,7 @@ class Adaptation:
             OSError: it cannot be written.
         """
         self.out.mkdir(parents=True, exist_ok=True)
-        with exclusive(self.out / "adapt"):
+        with exclusive(self.out / Path(LOCK).stem):
             self._write(self.newest)
             self.tidy()
             try:
@@ -203,7 +205,7 @@ class Adaptation:
         folder.with_name(f"{folder.name}.lock").unlink(missing_ok=True)
 
     def refresh(self, report: Callable[[Report], None], announce: Callable[[str], None]) -> Refresh:
-        """Trains on the newest answers, and keeps the drafter or replaces it; `out` is `begun`.
+        """Trains on the newest answers, and keeps the drafter or replaces it; `out` is `locked`.
 
         Raises:
             ValueError, OSError, StoppedError: see `paradraft.train.run.launch.train`; the state stays. There are too
@@ -239,14 +241,14 @@ class Adaptation:
     def _write(self, newest: Newest) -> None:
         write_output(self.out / NEWEST, TypeAdapter(Newest).dump_json(newest))
 
-    def _fitting(self, lines: list[bytes]) -> list[Line]:
+    def _fitting(self, lines: list[bytes]) -> list[LoggedAnswer]:
         """Those whose prompts leave room for an answer, both in training and where lengths are measured."""
-        read = [line for line in map(Line.of, lines) if line is not None]
+        read = [line for line in map(LoggedAnswer.of, lines) if line is not None]
         if len(read) < len(lines):
             warnings.warn(
                 f"{self.log} has {number_of(len(lines) - len(read), 'line')} of no log of rounds", stacklevel=3
             )
-        recipe = self._recipe(1, [{"path": str(self.log)}])
+        recipe = self._recipe()
         most = recipe.max_length - min(recipe.answer_tokens, recipe.max_length // 2)
         return [line for line in read if len(line.prompt) <= most]
 
@@ -261,14 +263,16 @@ class Adaptation:
                 return name
         raise ValueError(f"{str(self.drafter)!r} was trained by something that is not installed: train another one")
 
-    def _recipe(self, number: int, data: list[dict[str, Any]]) -> Recipe:
+    def _recipe(self, number: int = 1, data: Sequence[Mapping[str, Any]] = ()) -> Recipe:
+        """Of a refresh; without its data to learn about its settings."""
         settings = read_record(self.drafter)["recipe"]
         kind = recipe_class(trainee_module(self._trainee))
         own = {name: value for name, value in _known(kind, settings).items() if name not in OF_A_MACHINE}
         steps = math.ceil(self.refresh_every * EPOCHS / settings["samples_per_step"])
         rates = ("lr", "muon_lr") if settings["optimizer"] == "muon" else ("lr",)
         fixed = {
-            "data": data, "columns": {}, "source": "dataset", "out": str(self._refresh_folder(number)), "epochs": None,
+            "data": list(data) or [str(self.log)], "out": str(self._refresh_folder(number)), "columns": {},
+            "source": "dataset", "epochs": None,
             "held_out": None, "evaluate_every": NEVER, "patience": None, "report_to": [],
             **kind.continuing(settings, str(self.folder_of(self.newest)), self.target),
         }  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paradraft.data import newest_answers
-from paradraft.data.newest_answers import FEWEST, Line, newest_lines, split
+from paradraft.data.newest_answers import FEWEST, LoggedAnswer, newest_lines, split
 from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
@@ -64,7 +64,7 @@ def adaptation(drafter: Path, log: Path, out: Path, *settings: str, **more: Any)
 
 
 def refreshed(online: Adaptation, report: Any = quiet) -> Refresh:
-    with online.begun():
+    with online.locked():
         return online.refresh(report, quiet)
 
 
@@ -202,9 +202,9 @@ def test_the_newest_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece
             assert newest_lines(tmp_path / "log", most) == lines[-most:]
 
 
-def lines_of(prompts: list[int]) -> list[Line]:
+def lines_of(prompts: list[int]) -> list[LoggedAnswer]:
     texts = [b'{"tokens": [%d, %d], "prompt_tokens": 1}\n' % pair for pair in zip(prompts, range(999), strict=False)]
-    return [line for line in map(Line.of, texts) if line is not None]
+    return [line for line in map(LoggedAnswer.of, texts) if line is not None]
 
 
 @pytest.mark.parametrize("count", [FEWEST, 64, 256])
@@ -232,7 +232,7 @@ def test_too_few_answers() -> None:
 def test_another_target_is_fitted(family: Path, drafter: Path, log: Path, tmp_path: Path) -> None:
     """Guards a fine-tuned target: its states and answers are learnt and measured, and not those of its base."""
     online = adaptation(drafter, log, tmp_path / "out", target=str(family / "draft"))
-    recipe = online._recipe(1, [{"path": str(log)}])
+    recipe = online._recipe()
     assert (recipe.model, recipe.measured_with) == (str(family / "draft"),) * 2
     with pytest.raises(ValueError, match="'model=x': a refresh sets model itself"):
         adaptation(drafter, log, tmp_path / "out", "model=x")
@@ -250,5 +250,5 @@ def test_files_of_others_stay(drafter: Path, log: Path, tmp_path: Path) -> None:
 
 def test_one_process_at_a_time(drafter: Path, log: Path, tmp_path: Path) -> None:
     online = adaptation(drafter, log, tmp_path / "out")
-    with online.begun(), pytest.raises(ValueError, match="is in use by another run"), online.begun():
+    with online.locked(), pytest.raises(ValueError, match="is in use by another run"), online.locked():
         pass

@@ -71,16 +71,16 @@ def adapt(
     )
     if once:
         adaptation.check_log()
-    with adaptation.begun():
+    with adaptation.locked():
         if os.environ.get(ENDS_WITH_INPUT):
             threading.Thread(target=_end_with_input, args=(adaptation.tidy,), daemon=True).start()
         try:
-            _refresh_again_and_again(adaptation, once=once)
+            _run(adaptation, once=once)
         except StoppedError as stop:
             raise typer.Exit(128 + stop.number) from None
 
 
-def _refresh_again_and_again(adaptation: Adaptation, *, once: bool) -> None:
+def _run(adaptation: Adaptation, *, once: bool) -> None:
     from paradraft.cli.commands.train import line_of
 
     say, wanted = partial(console().print, soft_wrap=True), adaptation.refresh_every

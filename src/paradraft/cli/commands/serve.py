@@ -64,7 +64,7 @@ class ServeArgs(EngineArgs):
         Path | None,
         option(
             "Let the drafter learn from the answers, in a second process at the lowest priority, and draft with what "
-            "is better. This folder keeps drafters and answers, which hold what users wrote; the same one goes on.",
+            "is better. This folder keeps drafters and answers, which hold what users wrote; a restart goes on there.",
             section=DRAFTING,
         ),
     ] = None

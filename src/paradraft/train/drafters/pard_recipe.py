@@ -130,13 +130,8 @@ class PardRecipe(Recipe):
     @classmethod
     def continuing(cls, own: Mapping[str, Any], drafter: str, target: str | None) -> dict[str, Any]:
         """See `Recipe`; the weights of the drafter have its temperature."""
-        of_target = (
-            {}
-            if target is None
-            else {"target": target}
-            if own["teacher"] is None
-            else {"teacher": target, "target": None}
-        )
+        role = "target" if own["teacher"] is None else "teacher"
+        of_target = {} if target is None else {"target": None, role: target}
         return {"model": drafter, "draft_temperature": 1.0, **of_target}
 
     @property
