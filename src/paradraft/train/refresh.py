@@ -263,7 +263,7 @@ class Adaptation:
                 return name
         raise ValueError(f"{str(self.drafter)!r} was trained by something that is not installed: train another one")
 
-    def _recipe(self, number: int = 1, data: Sequence[Mapping[str, Any]] = ()) -> Recipe:
+    def _recipe(self, number: int = 1, data: Sequence[Mapping[str, Any] | str] = ()) -> Recipe:
         """Of a refresh; without its data to learn about its settings."""
         settings = read_record(self.drafter)["recipe"]
         kind = recipe_class(trainee_module(self._trainee))
