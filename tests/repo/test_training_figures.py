@@ -1,0 +1,133 @@
+"""Figures of the documentation about losses, weights and refreshes, beside the files of the runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.figures import ROOT, raw, table
+
+CELLS = {
+    "`forward_kl`, as before": ("1", "control"),
+    "`forward_kl`, `valid_prefix`": ("1", "prefix"),
+    "`forward_kl`, `expected_length:by=text:floor=0.5`": ("1", "kl-length"),
+    "`cross_entropy`, the same": ("1", "dpace"),
+    "`forward_kl`, `chain`, `hard_share: 0.1`": ("1", "cat"),
+    "`acceptance`": ("1", "alpha"),
+    "`acceptance_hybrid`": ("1", "hybrid"),
+    "`top_k`": ("1", "top_k"),
+    "`forward_kl`, in other batches": ("1", "other-batches"),
+    "`forward_kl`, `valid_prefix`, both in other batches": ("2", "prefix"),
+}
+"""Rows of the losses' table, with the seed and the name in its file."""
+
+
+def test_what_losses_and_weights_win_is_as_measured() -> None:
+    """Guards the table of `docs/training.md`, the two losses that it leaves out, and what weights cost."""
+    file = raw("weightings-smollm2-135m-dflash_epyc-avx512-1core_2026-11-30")
+    rows = []
+    for label, (seed, name) in CELLS.items():
+        cells = []
+        for temperature in ("0", "0.8"):
+            own, control = (file["lengths"][seed][temperature][each] for each in (name, "control"))
+            gain, error = (100 * own[each] / control["tokens_per_pass"] for each in ("gain", "gain_standard_error"))
+            shown = f"{gain:+.1f}" if abs(gain) >= 0.05 else "0.0"
+            cells.append(f"{own['tokens_per_pass']:.2f}" if name == "control" else f"{shown} ± {error:.1f} %")
+        rows.append([label, *cells])
+    shown = table("docs/training.md", "60 steps with", "T = 0", "T = 0.8")
+    assert shown == rows, "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    page = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
+    (before, length), (_, apart) = (
+        [f"{line['acceptance_length']:.2f}" for line in file["trainings"]["1"][name]["evaluations"]]
+        for name in ("length", "tv")
+    )
+    assert f"({length} tokens per pass on 8 held-out prompts, {before} before training)" in page
+    assert f"`total_variation` ({apart})" in page
+    cases = {
+        each["case"]: each
+        for each in raw("training-smollm2-dflash-weighting-rates_epyc-avx512-1core_2026-11-30")["cases"]
+    }
+    first, later = (
+        {name: case[epoch]["rows_per_cpu_s"] / cases["now"][epoch]["rows_per_cpu_s"] for name, case in cases.items()}
+        for epoch in ("first epoch", "second epoch")
+    )
+    assert f"{first['length']:.2f} times as many in the first epoch and {later['length']:.2f} times in later" in page
+    assert all(0.99 < epoch["prefix"] < 1.01 for epoch in (first, later))
+
+
+def test_what_adapting_wins_is_as_measured() -> None:
+    """Guards the two tables of `docs/training.md`, and the shares of the gap."""
+    served = raw("adapting-smollm2-135m-dflash-chat_epyc-avx512-2cores_2026-11-30")
+    lengths = raw("adapting-lengths-smollm2-135m-dflash-chat_epyc-avx512-1core_2026-11-30")["temperatures"]
+    page = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
+
+    def cells(name: str, of: Any = lengths) -> list[str]:
+        return [f"{of[temperature]['0'][name]['tokens_per_pass']:.2f}" for temperature in ("0", "0.8")]
+
+    seen = [str(refresh["requests"]) for refresh in served["refreshes"]]
+    rows = table("docs/training.md", "drafter", "requests answered", "T = 0", "T = 0.8")
+    assert rows == [
+        ["trained on code", "0", *cells("code")],
+        ["after one refresh", seen[0], *cells("after_1")],
+        ["after two", seen[1], *cells("after_2")],
+        ["after three", seen[2], *cells("after_3")],
+        ["trained on chats, as many steps from random weights", "", *cells("chat")],
+    ]
+    shares = [
+        [
+            lengths[temperature]["0"][name]["gain"] / lengths[temperature]["0"]["chat"]["gain"]
+            for temperature in ("0", "0.8")
+        ]
+        for name in ("after_2", "after_3")
+    ]
+    assert (
+        f"closes {shares[0][0]:.0%} of the gap".replace("%", " %") in page
+        and f"and {shares[0][1]:.0%} at 0.8".replace("%", " %") in page
+    )
+    assert min(shares[1]) > 1
+    late_s = served["refreshes"][2]["seconds"] - served["answered_s"]
+    assert f"took {served['answered_s'] / 60:.0f} minutes" in page and f"{late_s:.0f} seconds later" in page
+    rates = raw("adapting-rates-smollm2-135m-dflash_epyc-avx512-1core_2026-11-30")["drafters"]
+    falls = {
+        name: {
+            rate: each["before"]["held_out_loss"] - each["after"]["held_out_loss"] for rate, each in rates[name].items()
+        }
+        for name in rates
+    }
+    code, mixed = falls.values()
+    before, after = (
+        [rates["300 steps on code, maths and chat"]["0.5"][when][key] for key in ("held_out_loss", "acceptance_length")]
+        for when in ("before", "after")
+    )
+    lengths_of_both = f"{before[1]:.3f} to {after[1]:.3f},"
+    words = (
+        f"the loss from {before[0]:.3f} to {after[0]:.3f}, but the length of 32 greedy answers from {lengths_of_both}"
+    )
+    assert words in " ".join((ROOT / "docs" / "decisions.md").read_text(encoding="utf-8").split())
+    assert f"by {code['1'] / code['0.5'] - 1:.0%} more".replace("%", " %") in page and max(code, key=code.get) == "1"
+    assert mixed["0.5"] > 5 * mixed["1"]
+    tuned = raw("adapting-lengths-smollm2-135m-tuned-dflash_epyc-avx512-1core_2026-11-30")
+    seen = [
+        str(each["requests"])
+        for each in raw("adapting-smollm2-135m-tuned-dflash_epyc-avx512-2cores_2026-11-30")["refreshes"]
+    ]
+    assert table("docs/training.md", "target", "drafter", "T = 0", "T = 0.8") == [
+        ["before", "of 300 steps", *cells("yesterday", tuned["base"]["temperatures"])],
+        ["tuned", "the same", *cells("yesterday", tuned["temperatures"])],
+        ["tuned", f"after one refresh, {seen[0]} requests", *cells("refresh-0001", tuned["temperatures"])],
+        ["tuned", f"after two, {seen[1]} requests", *cells("refresh-0002", tuned["temperatures"])],
+    ]
+
+
+def test_what_valid_prefix_wins_is_as_measured() -> None:
+    """Guards the table of three runs in `docs/training.md`."""
+    seeds = raw("weightings-valid-prefix-smollm2-135m-dflash_epyc-avx512-1core_2026-11-30")["seeds"]
+    rows = []
+    for shape, nodes in (("chain", "0"), ("tree", "8")):
+        for run, seed in zip(("first run", "second", "third"), seeds.values(), strict=True):
+            both = [(seed[each][nodes]["prefix"], seed[each][nodes]["control"]) for each in ("0", "0.8", "1")]
+            shares = [
+                [100 * own[key] / control["tokens_per_pass"] for key in ("gain", "gain_standard_error")]
+                for own, control in both
+            ]
+            rows.append([f"{shape}, {run}", *(f"{gain:+.1f} ± {error:.1f} %" for gain, error in shares)])
+    assert table("docs/training.md", "`valid_prefix`", "T = 0", "T = 0.8", "T = 1") == rows
