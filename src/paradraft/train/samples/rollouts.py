@@ -77,8 +77,8 @@ class Rollouts(SampleSource):
     The state is the tokens of the current answers, by the index of their sample in the run.
 
     Raises:
-        ValueError: there is no teacher, so that the drafter would only learn what it already says, or the share is of
-            too few samples.
+        ValueError: there is no teacher, so that the drafter would only learn what it already says, samples have
+            anchors, or the share is of too few samples.
     """
 
     decodes = True
@@ -89,6 +89,8 @@ class Rollouts(SampleSource):
                 "a drafter learns nothing from its own tokens without a teacher: name one as teacher, or set loss to a "
                 "divergence from the target"
             )
+        if any(sample.least_round for sample in data.samples):
+            raise ValueError("data.anchors are places in logged answers, and rollouts are other answers: leave one out")
         if not round(config.share * (samples := config.every * data.per_step)):
             raise ValueError(
                 f"share={config.share}: of the {samples} samples between two renewals it is none, raise every"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from paradraft.data.samples import Sample, prompt_of
+from paradraft.data.samples import BEGAN, Sample, prompt_of
 from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
 from paradraft.sampling_params import Sampling
@@ -170,6 +170,9 @@ def test_runs_that_cannot_use_it(family: Path, tmp_path: Path) -> None:
     few = taught(family, tmp_path, source="rollouts:every=1:share=0.1")
     with pytest.raises(ValueError, match=r"share=0\.1: of the 2 samples between two renewals it is none, raise every"):
         prepare_pard(few)
+    logged = Sample(tokens=[1, 2, 3], is_label=[False, True, True], rounds=[0, BEGAN, 0], least_round=BEGAN)
+    with pytest.raises(ValueError, match=r"data\.anchors are places in logged answers, .*: leave one out"):
+        Rollouts(Config(), data_of([*texts(), logged]))
 
 
 def test_the_source_is_part_of_the_identity(family: Path, tmp_path: Path) -> None:
