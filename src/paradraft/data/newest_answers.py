@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paradraft.data.tokens.token_cache import SMALL_BYTES
+from paradraft.sources.records import LOG_KEYS
 from paradraft.wording import number_of
 
 ONE_IN, LEAST, MOST = 6, 6, 32
@@ -33,9 +34,11 @@ class LoggedAnswer:
         """None for what `--rounds` does not write."""
         try:
             record = json.loads(text)
-            return cls(text=text, tokens=record["tokens"], prompt=record["tokens"][: int(record["prompt_tokens"])])
-        except (ValueError, KeyError, TypeError):
-            return None
+            if record.keys() >= LOG_KEYS:
+                return cls(text=text, tokens=record["tokens"], prompt=record["tokens"][: int(record["prompt_tokens"])])
+        except (ValueError, AttributeError, TypeError):
+            pass
+        return None
 
 
 def newest_lines(log: Path, most: int) -> list[bytes]:

@@ -108,7 +108,7 @@ class Engine:
         """
         if self.speculation.gamma is not None:
             raise ValueError("rounds: with gamma drafts begin before rounds do, leave gamma out")
-        self._scheduler.on_end = RoundLog(Path(file), most_bytes=most_bytes).add
+        self._scheduler.on_end = RoundLog(Path(file), self.target.tokenizer, most_bytes=most_bytes).add
 
     def swap_drafter(self, draft: str | Path) -> None:
         """Drafts with another folder of the same kind of drafter from the next round on; answers under way go on.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from paradraft.decode.round_log import RoundLog
+from paradraft.decode.round_log import prepare
 from paradraft.engine.automatic import automatic
 from paradraft.engine.engine import Engine
 from paradraft.engine.speculation import AUTO, Speculation
@@ -43,7 +43,7 @@ def adaptation_of(
         raise ValueError(f"--adapt {folder}: {speculation.drafter} is not trained, name a trained drafter by --draft")
     adaptation = Adaptation(drafter=Path(speculation.draft), log=log or folder / LOG, out=folder, target=target)
     folder.mkdir(parents=True, exist_ok=True)
-    RoundLog(adaptation.log)  # raises ValueError
+    prepare(adaptation.log)
     return adaptation, replace(speculation, draft=str(adaptation.folder_of(adaptation.newest)))
 
 

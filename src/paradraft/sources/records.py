@@ -154,7 +154,7 @@ TABLES = {".jsonl", ".json", ".parquet"}
 """Suffixes of files with many records."""
 NOT_TEXT = {*TABLES, ".ndjson", ".csv", ".tsv", ".arrow", ".gz", ".zst", ".zip", ".xz"}
 """Suffixes of files that are not plain text; includes `TABLES` to catch other spellings, such as `.JSON`."""
-LOG_KEYS = {"tokens", "prompt_tokens", "rounds", "depths", "accepted"}
+LOG_KEYS = {"tokens", "prompt_tokens", "begins", "rounds", "depths", "accepted"}
 """Keys of a line of `paradraft.decode.round_log`."""
 RECORD_KEYS = {"text", "prompt", "response", "messages", "conversation", "conversations", "user", "assistant"}
 """Keys that tell a record from a JSON object that wraps a list of records."""

@@ -61,6 +61,11 @@ def text_of(token: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
     return str(tokenizer.decode([token]))
 
 
+def exact_text(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of tokens with that of special ones, as they are; the same for a tokenizer however it is stored."""
+    return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
 class GrowingText(Protocol):
     """Incremental detokenization. Special tokens have no text."""
 

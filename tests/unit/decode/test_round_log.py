@@ -17,7 +17,7 @@ from paradraft.data.mix import Source
 from paradraft.data.samples import BEGAN, REFUSED, Sample
 from paradraft.data.tokens.token_cache import TokenCache
 from paradraft.decode.generation import Generation
-from paradraft.decode.round_log import record_of
+from paradraft.decode.round_log import COMPARED, record_of
 from paradraft.engine.engine import Engine
 from paradraft.engine.loader import load
 from paradraft.models.runtime import Runtime
@@ -55,6 +55,7 @@ def test_rounds_are_those_of_the_answers(family: Path, tmp_path: Path, settings:
         tokens = tiny_tokenizer()(prompt)["input_ids"]
         line = written[(*tokens, *result.tokens)]
         assert line["prompt_tokens"] == len(tokens)
+        assert line["begins"] == (prompt + result.text)[:COMPARED]
         assert line["rounds"][0] >= len(tokens) - 1 and line["rounds"] == sorted(set(line["rounds"]))
         for root, following, accepted in zip(line["rounds"], line["rounds"][1:], line["accepted"], strict=False):
             assert following >= root + accepted + 1, "a plain round may lie between"
@@ -157,13 +158,16 @@ def test_an_end_among_accepted_tokens_refuses_nothing() -> None:
     generation.emit([8, 9, 4], 2, drafted=3, depth=3)
     generation.emit([8], 0)
     generation.emit([8, 2, 9, 9], 3, drafted=3, depth=3)
-    assert record_of(generation) == {
-        "tokens": [5, 6, 7, 8, 9, 4, 8, 8, 2], "prompt_tokens": 3, "rounds": [2, 6], "depths": [3, 2],
-        "accepted": [2, 2],
+    assert record_of(generation, tiny_tokenizer()) == {
+        "tokens": [5, 6, 7, 8, 9, 4, 8, 8, 2], "prompt_tokens": 3, "begins": "efghidhhb", "rounds": [2, 6],
+        "depths": [3, 2], "accepted": [2, 2],
     }  # fmt: skip
 
 
-LINE = {"tokens": [5, 6, 7, 8, 9, 10, 11], "prompt_tokens": 3, "rounds": [2, 4], "depths": [3, 2], "accepted": [1, 2]}
+LINE = {
+    "tokens": [5, 6, 7, 8, 9, 10, 11], "prompt_tokens": 3, "begins": "efghijk", "rounds": [2, 4], "depths": [3, 2],
+    "accepted": [1, 2],
+}  # fmt: skip
 
 
 def samples_of(file: Path, anchors: str, *, cached: Path | None = None, max_length: int = 99) -> list[Sample]:
@@ -176,7 +180,7 @@ def samples_of(file: Path, anchors: str, *, cached: Path | None = None, max_leng
 def test_drafts_are_trained_where_rounds_began(tmp_path: Path, is_cached: bool) -> None:
     """Guards the anchors on their way from a file, also through the token cache, beside records without rounds."""
     file, cached = tmp_path / "rounds.jsonl", tmp_path / "cache" if is_cached else None
-    other = LINE | {"tokens": [5, 6, 7, 8], "rounds": [2], "depths": [1], "accepted": [1]}
+    other = LINE | {"tokens": [5, 6, 7, 8], "begins": "efgh", "rounds": [2], "depths": [1], "accepted": [1]}
     file.write_text("".join(json.dumps(line) + "\n" for line in (LINE, other, LINE)))
     for anchors, expected in (
         ("all", [[0, 0, 1, 1, 1, 1], [0, 0, 1], [0, 0, 1, 1, 1, 1]]),
@@ -224,6 +228,11 @@ def test_only_drafts_of_rounds_have_labels(first: int) -> None:
         (LINE | {"tokens": [5, "a", 7, 8, 9, 10, 11]}, "whole numbers from 0 on"),
         (LINE | {"depths": [1]}, "as many depths and accepted as rounds"),
         (LINE | {"accepted": [4, 2]}, "the round at token 2 accepts 4 tokens of 3"),
+        (
+            LINE | {"begins": "efgh jk"},
+            r"ids of the log are of another tokenizer, here .* 'efghijk' and not with 'efgh ",
+        ),
+        (LINE | {"tokens": [5, 6, 7, 8, 9, 10, 99]}, "are of another tokenizer"),
     ],
 )
 def test_broken_logs_are_refused(tmp_path: Path, line: dict[str, Any], told: str) -> None:

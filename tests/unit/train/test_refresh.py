@@ -203,7 +203,9 @@ def test_the_newest_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece
 
 
 def lines_of(prompts: list[int]) -> list[LoggedAnswer]:
-    texts = [b'{"tokens": [%d, %d], "prompt_tokens": 1}\n' % pair for pair in zip(prompts, range(999), strict=False)]
+    rest = b'"prompt_tokens": 1, "begins": "", "rounds": [], "depths": [], "accepted": []'
+    pairs = zip(prompts, range(999), strict=False)
+    texts = [b'{"tokens": [%d, %d], %s}\n' % (*pair, rest) for pair in pairs]
     return [line for line in map(LoggedAnswer.of, texts) if line is not None]
 
 

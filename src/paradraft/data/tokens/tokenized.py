@@ -23,11 +23,14 @@ from transformers import PreTrainedTokenizerBase
 
 from paradraft.data.chat import conversation_samples
 from paradraft.data.samples import BEGAN, REFUSED, Sample, group_of, is_longer, pieces, truncated
+from paradraft.decode.round_log import COMPARED
 from paradraft.sources.records import LOG_KEYS, Record, conversation_of, renamed
 from paradraft.text.chat_template import ChatTemplate
-from paradraft.text.tokenization import encode_continuation, encode_prompt
+from paradraft.text.tokenization import encode_continuation, encode_prompt, exact_text
 
 Long = Literal["auto", "truncate", "split"]
+SHOWN = 40
+"""Characters of a text in an error message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +131,11 @@ def _from_record(record: Any, template: ChatTemplate) -> list[Sample]:
             return [_from_text(text, tokenizer)]
         case {"prompt": str(prompt), "response": str(response)}:
             return [_from_response(prompt, response, tokenizer, is_cut=is_cut)]
-        case {"tokens": list(tokens), "prompt_tokens": int(start), "rounds": list(roots), "depths": list(depths),
-              "accepted": list(accepted)}:  # fmt: skip
-            return [_from_rounds(tokens, start, list(zip_longest(roots, depths, accepted, fillvalue=-1)))]
+        case {"tokens": list(tokens), "prompt_tokens": int(start), "begins": str(begins), "rounds": list(roots),
+              "depths": list(depths), "accepted": list(accepted)}:  # fmt: skip
+            sample = _from_rounds(tokens, start, list(zip_longest(roots, depths, accepted, fillvalue=-1)))
+            _check_tokenizer(tokens, begins, tokenizer)
+            return [sample]
     if (messages := conversation_of(record)) is not None:
         return conversation_samples(messages, template, is_cut=is_cut)
     raise ValueError('expected {"text": …}, {"prompt": …, "response": …}, {"messages": […]} or a line of --rounds')
@@ -160,6 +165,15 @@ def _from_rounds(tokens: list[int], start: int, rounds: list[tuple[int, int, int
             raise ValueError(f"the round at token {root} accepts {accepted} tokens of {depth}")
         flags[root] = REFUSED if accepted < depth else BEGAN
     return Sample(tokens=tokens, is_label=[index >= start for index in range(len(tokens))], rounds=flags)
+
+
+def _check_tokenizer(tokens: list[int], begins: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Compares what ids mean here and where the line was written."""
+    if (here := exact_text(tokens[:COMPARED], tokenizer)) != begins:
+        raise ValueError(
+            f"the ids of the log are of another tokenizer, here they begin with {here[:SHOWN]!r} and not with "
+            f"{begins[:SHOWN]!r}: name a log of this target's answers"
+        )
 
 
 def _ended(tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
