@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import yaml
+
 from tests.support.figures import ROOT, raw, table
 
 CELLS = {
@@ -116,6 +118,58 @@ def test_what_adapting_wins_is_as_measured() -> None:
         ["tuned", f"after one refresh, {seen[0]} requests", *cells("refresh-0001", tuned["temperatures"])],
         ["tuned", f"after two, {seen[1]} requests", *cells("refresh-0002", tuned["temperatures"])],
     ]
+
+
+TASKS = ("humaneval", "gsm8k", "chat")
+HEADS = ("HumanEval", "GSM8K", "chat")
+
+
+def test_what_valid_prefix_wins_from_random_weights_is_as_measured() -> None:
+    """Guards the table of `docs/training.md`, and the templates that have it because of these figures."""
+    drafters = raw("weightings-from-random-smollm2-135m_xeon-avx512-1core_2026-11-30")["drafters"]
+    rows = []
+    for drafter, file in drafters.items():
+        for name, label in (("control", "`none`"), ("prefix", "`valid_prefix`")):
+            cells = []
+            for task in TASKS:
+                both = [file["lengths"][task][temperature] for temperature in ("0", "0.8")]
+                control = [each["control"]["tokens_per_pass"] for each in both]
+                shares = [
+                    [100 * each[name][key] / of for key in ("gain", "gain_standard_error")]
+                    for each, of in zip(both, control, strict=True)
+                ]
+                gains = [f"{gain:+.1f} ± {error:.1f} %" for gain, error in shares]
+                cells.append(" / ".join(gains if name == "prefix" else [f"{length:.2f}" for length in control]))
+            rows.append([f"`{drafter}`, {label}", *cells])
+        template = ROOT / "src" / "paradraft" / "recipes" / drafter / "generic.yaml"
+        assert yaml.safe_load(template.read_text(encoding="utf-8"))["weighting"] == "valid_prefix"
+    assert table("docs/training.md", "120 steps from random weights", *HEADS) == rows
+
+
+def test_what_specialists_win_is_as_measured() -> None:
+    """Guards the table of drafters for one kind of questions, and the sentence that draws the conclusion."""
+    lengths = raw("drafter-domains-smollm2-135m-dflash_xeon-avx512-1core_2026-11-30")["lengths"]
+    rows = table("docs/training.md", "trained on", *HEADS)
+    found = {
+        name: [[lengths[task][temperature][name]["tokens_per_pass"] for temperature in ("0", "0.8")] for task in TASKS]
+        for name in ("mixed", "code", "maths", "chat", "merged")
+    }
+    assert [row[1:] for row in rows] == [
+        [f"{greedy:.2f} / {sampled:.2f}" for greedy, sampled in each] for each in found.values()
+    ]
+    page = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
+    greedy = {name: [each[0] for each in rows] for name, rows in found.items()}
+    own = {
+        name: greedy[name][place] / greedy["mixed"][place] - 1 for place, name in enumerate(("code", "maths", "chat"))
+    }
+    words = (
+        "A specialist drafts {code:.0%} more code and {maths:.0%} more maths than the drafter of all three, but only "
+    )
+    assert f"{words}{{chat:.0%}} more chat".format(**own).replace("%", " %") in page
+    for place, name in enumerate(own):
+        others = [number for number in range(3) if number != place]
+        assert all(greedy[name][number] < greedy["mixed"][number] for number in others)
+    assert all(merged < mixed for merged, mixed in zip(greedy["merged"], greedy["mixed"], strict=True))
 
 
 def test_what_valid_prefix_wins_is_as_measured() -> None:

@@ -88,7 +88,14 @@ CURVES = (
     ),
     Curve(
         drafter="dflash",
-        family="SmolLM2 135M Q4_1 (6,858 answers, K = 6, 8,192 ids)",
+        family="SmolLM2 135M Q4_1 (6,858 answers, K = 6, 8,192 ids, as in the template)",
+        is_real=True,
+        points=((0, 1.03), (628_000, 1.48), (1_256_000, 1.66)),
+        file="benchmarks/training-smollm2-dflash-valid-prefix_xeon-avx512-1core_2026-11-30.jsonl",
+    ),
+    Curve(
+        drafter="dflash",
+        family="SmolLM2 135M Q4_1 (the same without weighting)",
         is_real=True,
         points=((0, 1.03), (980_000, 1.33), (1_960_000, 1.57), (2_940_000, 1.65), (4_900_000, 1.85)),
         file="benchmarks/training-smollm2-dflash_epyc-avx512-1core_2026-11-29.jsonl",
