@@ -300,8 +300,7 @@ class Drafter:
     early in a long pause (`Worth.pause`)."""
     tree: Tree | None = None
     """With `branching = "own"`, the size of its trees: K is their depth, and no other tree can be requested. Its
-    `Config` has a property `tree` with the same value, because the width of passes is fixed before a drafter is built.
-    """
+    `Config` has a property `tree` with the same value, as the width of passes is fixed before a drafter is built."""
     max_k: int | None = None
     """Largest depth that it can draft, such as the number of its heads; None for any."""
     reserved_tokens: tuple[int, ...] = ()
@@ -325,6 +324,10 @@ class Drafter:
             after: a draft that is not verified yet, after which to draft, for drafters that can run ahead.
         """
         raise NotImplementedError
+
+    def reads(self, prompt: int) -> int:
+        """Number of tokens that it reads of a prompt of `prompt` tokens."""
+        return prompt
 
     def catch_up(self, rows: Sequence[int], most: int) -> dict[int, int]:
         """Reads at most `most` tokens of those of `rows` whose model has more to read; these draft later. Returns them

@@ -20,7 +20,7 @@ from paradraft import ragged
 from paradraft.core import Committed, Draft, Drafting, Request
 from paradraft.drafters.parts.draft_loading import load_draft_lm
 from paradraft.drafters.parts.model_drafter import ModelDrafter, draft_one_by_one
-from paradraft.drafters.parts.pending_tokens import PendingTokens
+from paradraft.drafters.parts.pending_tokens import PendingTokens, Windowed
 from paradraft.formats.head import read_head
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.prompt_tokens import PromptTokens, forward_with_probes
@@ -42,7 +42,7 @@ PROMPTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Windowed):
     """Settings of the drafter.
 
     Args:
@@ -56,6 +56,7 @@ class Config:
     size: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.prompts is not None and not Path(self.prompts).is_dir():
             raise ValueError(f"prompts={self.prompts!r} is no folder: name one that `paradraft train ppd` has written")
         if self.size is not None and self.prompts is None:
@@ -81,8 +82,8 @@ class AutoregressiveDrafter(ModelDrafter):
     )
     serving = Serving(vllm="draft_model", tensorrt="Draft_Target", role="draft")
 
-    def __init__(self, lm: CausalLM) -> None:
-        self._pending = PendingTokens(lm)
+    def __init__(self, lm: CausalLM, *, window: int | None = None) -> None:
+        self._pending = PendingTokens(lm, window=window)
         super().__init__(lm, self._pending)
         self.models = (lm,)
         self._guessed: list[list[int]] = []
@@ -94,6 +95,10 @@ class AutoregressiveDrafter(ModelDrafter):
         """See `Drafter`."""
         super().start(drafting, device)
         self._committed, self._guessed = [], []
+
+    def reads(self, prompt: int) -> int:
+        """See `Drafter`."""
+        return self._pending.reads(prompt)
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Reads the pending tokens, then drafts token by token; a tree's side branches are the next best tokens.
@@ -143,8 +148,8 @@ class PromptedDrafter(AutoregressiveDrafter):
 
     traits = replace(AutoregressiveDrafter.traits, branching="chain", can_run_ahead=False)
 
-    def __init__(self, lm: CausalLM, prompts: PromptTokens, size: int) -> None:
-        super().__init__(lm)
+    def __init__(self, lm: CausalLM, prompts: PromptTokens, size: int, *, window: int | None = None) -> None:
+        super().__init__(lm, window=window)
         self._prompts, self._size, self._shapes = prompts, size, prompts.best(size)
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
@@ -257,7 +262,7 @@ def build(config: Config, target: Target | TargetFacts, runtime: Runtime) -> Aut
     width = 0 if config.prompts is None else size + 2  # beside pending tokens
     lm = load_draft_lm(locate(config.draft, "draft"), target, runtime, width=width)
     if config.prompts is None:
-        return AutoregressiveDrafter(lm)
+        return AutoregressiveDrafter(lm, window=config.draft_window)
     head = read_head(config.prompts, "ppd", lm.model.config)
     prompts = min(head.setting("prompt_tokens", int), PROMPTS)
-    return PromptedDrafter(lm, PromptTokens(lm, head, prompts), size)
+    return PromptedDrafter(lm, PromptTokens(lm, head, prompts), size, window=config.draft_window)

@@ -9,14 +9,15 @@ Shape letters: B rows of a batch, M pending tokens, K drafted tokens, V vocabula
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from paradraft import ragged
 from paradraft.core import Draft
 from paradraft.drafters.parts.draft_loading import load_parallel_lm
-from paradraft.drafters.parts.model_drafter import Config, ModelDrafter
+from paradraft.drafters.parts.model_drafter import ModelDrafter
 from paradraft.drafters.parts.one_pass import draft_of_pass
 from paradraft.drafters.parts.path_heads.previous_token import PreviousTokenCorrection, PreviousTokenHead, load_head
-from paradraft.drafters.parts.pending_tokens import PendingTokens
+from paradraft.drafters.parts.pending_tokens import PendingTokens, Windowed
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM
 from paradraft.models.runtime import Runtime
@@ -24,6 +25,17 @@ from paradraft.models.target import Target, TargetFacts, gathered
 from paradraft.ragged import upload
 from paradraft.sources.loading import locate
 from paradraft.traits import Serving, Traits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Windowed):
+    """Settings of the drafter.
+
+    Args:
+        draft: Hugging Face id or folder of the PARD model; "pocket" is the shipped one.
+    """
+
+    draft: str
 
 
 class PardDrafter(ModelDrafter):
@@ -39,9 +51,15 @@ class PardDrafter(ModelDrafter):
     serving = Serving(vllm="draft_model", options={"parallel_drafting": True}, tensorrt="PARD", passes=" in one pass.")
 
     def __init__(
-        self, lm: CausalLM, mask_id: int, masks: int = 1, *, previous: PreviousTokenHead | None = None
+        self,
+        lm: CausalLM,
+        mask_id: int,
+        masks: int = 1,
+        *,
+        previous: PreviousTokenHead | None = None,
+        window: int | None = None,
     ) -> None:
-        self._pending = PendingTokens(lm)
+        self._pending = PendingTokens(lm, window=window)
         super().__init__(lm, self._pending)
         self.models = (lm,)
         self._path_head = None if previous is None else PreviousTokenCorrection(lm, previous)
@@ -49,6 +67,10 @@ class PardDrafter(ModelDrafter):
         self.mask_id = mask_id
         self.masks = masks
         self.reserved_tokens = tuple(range(mask_id, mask_id + masks))
+
+    def reads(self, prompt: int) -> int:
+        """See `Drafter`."""
+        return self._pending.reads(prompt)
 
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Reads [pending tokens, mask × (k - 1)] and draws all k tokens; skips rows of length 0.
@@ -82,4 +104,5 @@ class PardDrafter(ModelDrafter):
 def build(config: Config, target: Target | TargetFacts, runtime: Runtime) -> PardDrafter:
     """Loads the PARD model; its mask token is forbidden in the target's output too. Raises as `load_parallel_lm`."""
     lm, masks = load_parallel_lm(locate(config.draft, "pard"), target, runtime)
-    return PardDrafter(lm, masks[0], len(masks), previous=load_head(lm.model.config))
+    previous = load_head(lm.model.config)
+    return PardDrafter(lm, masks[0], len(masks), previous=previous, window=config.draft_window)

@@ -67,7 +67,10 @@ class Engine:
         # With other rules a plain round would change which text a seed gives.
         tries_plain = tries_plain and rule.same_tokens and not isinstance(drafter, NoDrafter)
         work = target.relative_work(drafter.models)
-        policy = length_policy(speculation.lengths, speculation.depth, drafter.traits, reading_work=work)
+        policy = length_policy(
+            speculation.lengths, speculation.depth, drafter.traits, reading_work=work,
+            reads=lambda prompt: self.drafter.reads(prompt),
+        )  # fmt: skip
         self.lengths = Compared(policy, tries_plain=tries_plain)
         self._scheduler = Scheduler(self.new_batch(kept_rows=kept_rows), self.in_round)
         self._answers = Answers(self._scheduler, target.tokenizer)

@@ -125,8 +125,9 @@ def acceptances(
     name_of_drafter, options = split_settings(drafter)[0], drafter_settings(drafter)
     wanted = {"method": name_of_drafter, "verify": verify, "lengths": "fixed"}
     specs = [spec for spec, figures in methods.items() if all(figures.get(key) == wanted[key] for key in wanted)]
-    # Earlier reports have no options: there they were the defaults.
-    specs = [spec for spec in specs if methods[spec].get("options", drafter_settings(name_of_drafter)) == options]
+    # Earlier reports have fewer options, or none: there they were the defaults.
+    defaults = drafter_settings(name_of_drafter)
+    specs = [spec for spec in specs if defaults | methods[spec].get("options", {}) == options]
     for key, value in (("draft", draft), ("dtype", dtype)):
         if len({methods[spec].get(key) for spec in specs}) > 1:
             specs = [spec for spec in specs if methods[spec].get(key) == value]

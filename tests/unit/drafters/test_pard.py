@@ -272,7 +272,7 @@ def test_a_row_begins_with_what_was_saved_of_another(text: list[int], shared: in
     drafter.propose([0, 4])
     drafter.commit(committed([7], [6]))
     saved = drafter.save(1, 4)
-    assert saved.length == 4
+    assert saved[0].length == 4
     drafter.join(requests([text]), committed(text))
     drafter.restore(2, saved, shared)
     assert drafter.lm.cache.lengths == [0, 5, known]

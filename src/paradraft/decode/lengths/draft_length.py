@@ -164,10 +164,12 @@ POLICIES: dict[str, Callable[[int], LengthPolicy]] = {
 """Policies by name; each is constructed from K."""
 
 
-def length_policy(name: str, k: int, drafter: Traits, *, reading_work: float) -> LengthPolicy:
-    """The policy of this name for a drafter with these traits; for `reading_work` see `Expected`."""
+def length_policy(
+    name: str, k: int, drafter: Traits, *, reading_work: float, reads: Callable[[int], int]
+) -> LengthPolicy:
+    """The policy of this name for a drafter with these traits; for `reading_work` and `reads` see `Expected`."""
     if name != "expected":
         return POLICIES[name](k)
     if drafter.estimates:
         return ValuedDrafts(k)
-    return Expected(k, one_by_one=drafter.drafts_one_by_one, reading_work=reading_work)
+    return Expected(k, one_by_one=drafter.drafts_one_by_one, reading_work=reading_work, reads=reads)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -58,6 +58,7 @@ class Expected:
         k: most tokens of a draft.
         one_by_one: see `RoundCosts`.
         reading_work: see `RoundCosts`.
+        reads: see `Drafter`.
     """
 
     wants_confidence = False
@@ -95,9 +96,11 @@ class Expected:
     FEWEST = 4
     """… but at least this."""
 
-    def __init__(self, k: int, *, one_by_one: bool = False, reading_work: float = 0.0) -> None:
+    def __init__(
+        self, k: int, *, one_by_one: bool = False, reading_work: float = 0.0, reads: Callable[[int], int] = int
+    ) -> None:
         self.k = k
-        self._one_by_one = one_by_one
+        self._one_by_one, self._reads = one_by_one, reads
         self._costs = RoundCosts(one_by_one=one_by_one, reading_work=reading_work)
         self._acceptance = AcceptanceShares(k, is_chain=True)
         self._lost_s = 0.0
@@ -125,7 +128,7 @@ class Expected:
         """Adds rows."""
         self._rows += len(requests)
         self._acceptance.join(len(requests))
-        self._unread += [len(request.tokens) for request in requests]
+        self._unread += [self._reads(len(request.tokens)) for request in requests]
         self._room += [request.max_new_tokens - request.answered for request in requests]
         self._forget_plan()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from paradraft.core import NO_LIMIT, Draft, Request
 from paradraft.drafters.parts.depth_rates import DepthRates
@@ -51,13 +51,14 @@ class RowCalibration:
     Args:
         length: number of tokens of the prompt.
         limit: most tokens that follow.
+        left_out: tokens of the prompt that the drafter does not read.
     """
 
-    def __init__(self, *, length: int, limit: int = NO_LIMIT) -> None:
+    def __init__(self, *, length: int, limit: int = NO_LIMIT, left_out: int = 0) -> None:
         self._prompt, self._limit = length, limit
         self._length = length
-        self.read = 0
-        """Tokens that the drafter has read."""
+        self.read = left_out
+        """Tokens that the drafter has read, or does not read."""
         self.rates = DepthRates()
         self.skipped, self.again = 0, AGAIN
         """Rounds since the last draft, and those after which one is made, if nothing was timed."""
@@ -145,10 +146,11 @@ class Calibration:
     Args:
         is_slow: whether half a draft takes half the time, so that drafts whose times are unknown should not be much
             longer than is accepted.
+        reads: see `Drafter`.
     """
 
-    def __init__(self, *, is_slow: bool) -> None:
-        self._is_slow = is_slow
+    def __init__(self, *, is_slow: bool, reads: Callable[[int], int] = int) -> None:
+        self._is_slow, self._reads = is_slow, reads
         self._rows: list[RowCalibration] = []
         self._rates = DepthRates()
         """Of all rows, those that have left too."""
@@ -170,7 +172,11 @@ class Calibration:
     def join(self, requests: Sequence[Request]) -> None:
         """Adds rows."""
         self._rows += [
-            RowCalibration(length=len(request.tokens), limit=request.max_new_tokens - request.answered)
+            RowCalibration(
+                length=(length := len(request.tokens)),
+                limit=request.max_new_tokens - request.answered,
+                left_out=length - self._reads(length),
+            )
             for request in requests
         ]
 
@@ -187,7 +193,7 @@ class Calibration:
 
     def restore(self, row: int, read: int, shared: int) -> None:
         """The drafter has read `read` tokens of another row, and the first `shared` are those of this row."""
-        self._rows[row].read = min(read, shared)
+        self._rows[row].read = max(self._rows[row].read, min(read, shared))
 
     def lengths(self, lengths: Sequence[int], expected: Sequence[float], plain_s: float) -> list[int]:
         """The largest depth of each row's draft: 0 where it is not worth its time beside the other drafts.

@@ -54,7 +54,9 @@ class Composite(Estimating):
         self.models = tuple(model for part in parts for model in part.models)
         self.likeliest = max(part.likeliest for part in parts)
         self._calibrations = {
-            part: Calibration(is_slow=part.traits.drafts_one_by_one) for part in parts if not part.traits.estimates
+            part: Calibration(is_slow=part.traits.drafts_one_by_one, reads=part.reads)
+            for part in parts
+            if not part.traits.estimates
         }
         self._in_turn = sorted(parts, key=self._calibrations.__contains__)
         self._drafts: dict[Drafter, Draft] = {}
