@@ -28,6 +28,7 @@ class Traits:
             exact for its unions too.
         can_run_ahead: whether it can propose before the verdict on its last draft (PEARL).
         drafts_one_by_one: whether it runs one pass per drafted token, so that half a draft takes half the time.
+        has_own_tokens: whether its draft model may have another vocabulary than the target.
         needs_grammar: whether it drafts only for requests with a `ForcingProcessor`, such as a grammar.
         parts: number of drafters whose drafts it merges into one tree; 1 for all but unions.
         has_drawing_part: of a union: whether a part may draw its tokens, which the rejection rule cannot merge.
@@ -41,6 +42,7 @@ class Traits:
     estimates: bool = False
     can_run_ahead: bool = False
     drafts_one_by_one: bool = False
+    has_own_tokens: bool = False
     needs_grammar: bool = False
     parts: int = 1
     has_drawing_part: bool = False

@@ -28,7 +28,7 @@ MORE = {
     "recycle": {"models/likeliest_tokens.py": 1},
 }
 """Reads of drafters that learn from the pass."""
-LISTED = ("none", "ngram", "suffix", "recycle", "forced", "lookahead")
+LISTED = ("none", "ngram", "suffix", "recycle", "forced", "lookahead", "translated")
 """Drafters whose drafts are made of lists, and need not be read."""
 PROMPTS = [[1, 2, 3], [5, 6, 5, 6, 5]]
 

@@ -173,7 +173,7 @@ def test_a_draft_that_cannot_run_here_is_trimmed(paradraft: Paradraft, answers: 
         (["--coverage", "nan"], "--coverage nan"),
         (["--size", 9, "--coverage", 0.9], "--size 9 and --coverage 0.9: give one of them"),
         (["--size", 9, "--target", "pocket"], "leave --size and --coverage out"),
-        (["--target", "pocket"], "into other tokens than the target: use a draft of the same family"),
+        (["--target", "pocket"], "into other tokens than the target: use one of the same family"),
         (["--target", "no/such/model"], "no/such/model"),
         (["--draft-dtype", "int3"], "draft_dtype='int3'"),
         (["--counts", "no.jsonl"], "no.jsonl"),

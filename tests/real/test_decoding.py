@@ -38,6 +38,15 @@ def test_trees(target: Loaded, sampling: str) -> None:
 
 @pytest.mark.parametrize("target", [(CODER_15B, "auto")], ids=[CODER_15B], indirect=True, scope="module")
 @pytest.mark.parametrize(("k", "batch_size"), [(3, 1), (5, 4)])
+def test_a_model_of_another_family_drafts(target: Loaded, sampling: str, k: int, batch_size: int) -> None:
+    """Guards a draft model with other tokens: SmolLM2 for Qwen2.5, with more than one accepted token a round."""
+    speculation = Speculation(drafter="translated", draft=real(SMOLLM2), k=k, lengths="fixed")
+    stats = target.check(target.with_drafter(speculation), sampling, batch_size=batch_size)
+    assert sum(each.tokens for each in stats) > 1.5 * sum(each.rounds for each in stats)
+
+
+@pytest.mark.parametrize("target", [(CODER_15B, "auto")], ids=[CODER_15B], indirect=True, scope="module")
+@pytest.mark.parametrize(("k", "batch_size"), [(3, 1), (5, 4)])
 def test_a_small_model_drafts_for_a_larger_one(target: Loaded, sampling: str, k: int, batch_size: int) -> None:
     """Guards the pair that users have: 0.5B for 1.5B, which accepts more than two drafted tokens a round."""
     engine = target.with_drafter(Speculation(drafter="autoregressive", draft=real(CODER_05B), k=k, lengths="fixed"))

@@ -384,6 +384,15 @@ TO_TAKE: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     ),
+    "Qwen2.5-Coder 1.5B, `Q4_K_M`, two cores of a Xeon": (
+        "_xeon-avx512-2cores_2026-11-",
+        {
+            "`translated`: SmolLM2's file as it is, K = 5": (
+                "qwen2.5-coder-1.5b-translated-{}30",
+                "translated:k=5:lengths=expected:draft=build/real/smollm2-135m-instruct.Q4_1.gguf",
+            ),
+        },
+    ),
     "SmolLM2 135M, `Q4_1`, one core": (
         "_epyc-avx512-1core_2026-11-",
         {
@@ -405,5 +414,8 @@ def test_what_to_take_is_as_measured() -> None:
             rows.append(
                 [drafter, *(f"{one['acceptance_length']:.2f} ({times(one['speedup_vs_ar'])})" for one in found)]
             )
+    run = methods("real-qwen2.5-coder-1.5b-translated-humaneval-t0_xeon-avx512-2cores_2026-11-30")
+    other, own = (times(run[name]["speedup_vs_ar"]) for name in (list(run)[2], list(run)[3]))
+    assert f"gives {other}, the 0.5B of the target's family {own}." in (ROOT / "docs/drafters.md").read_text()
     shown = table("docs/drafters.md", "tokens per target pass (speed)", *tasks)
     assert shown == rows, "\n".join(f"| {' | '.join(row)} |" for row in rows)

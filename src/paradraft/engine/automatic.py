@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from paradraft.drafters import PLUS, traits_of
+from paradraft.drafters.parts.draft_loading import check_draft
 from paradraft.engine.speculation import AUTO, Speculation
 from paradraft.formats.gguf import is_gguf
 from paradraft.formats.head import is_head, kind_of, trained_k
@@ -16,9 +17,12 @@ from paradraft.formats.pard import declared_mask_id
 from paradraft.formats.pard2 import reads_states
 from paradraft.formats.published_block import is_published_block, published_k
 from paradraft.models.names import POCKET, is_shape
+from paradraft.sources.gguf_tokenizer import OtherTokensError
+from paradraft.sources.load_plan import Checkpoint
 from paradraft.sources.loading import config_of, locate
 from paradraft.sources.recorded import TrainedDrafter, bytes_on_disk, drafter_for, recorded_for, table_file
 from paradraft.sources.shipped import command_for
+from paradraft.sources.target_loading import facts_of
 from paradraft.verify import rule_class
 
 FROM_TEXT = "suffix"
@@ -32,13 +36,17 @@ FAST = "AVX512"
 are less likely than those from the text, so they pay where they are nearly free."""
 FORCED = "forced"
 """The drafter that drafts what a request's grammar leaves no choice about."""
+TRANSLATED = "translated"
+"""The drafter of draft models with other tokens than the target."""
 BLOCKS = "dflash"
 """The drafter of published folders whose layers draft a block on the target's states."""
 SHIPPED = "pard"
 """The drafter that is shipped with the pocket target."""
 
 
-def automatic(target: str, speculation: Speculation, *, has_grammars: bool = False) -> Speculation:
+def automatic(
+    target: str, speculation: Speculation, *, has_grammars: bool = False, tokenizer: str | None = None
+) -> Speculation:
     """Replaces the drafter "auto" and sets the reason.
 
     A draft model that the user named is used as what it is, one that is shipped or was trained for the target before a
@@ -46,6 +54,7 @@ def automatic(target: str, speculation: Speculation, *, has_grammars: bool = Fal
 
     Args:
         has_grammars: whether requests may have grammars.
+        tokenizer: another one than the target's own.
 
     Raises:
         ValueError: there is no such draft model.
@@ -54,6 +63,8 @@ def automatic(target: str, speculation: Speculation, *, has_grammars: bool = Fal
     draft, k = speculation.draft, speculation.k
     if draft is not None:
         drafter, why = drafter_of(draft), f"drafts with {draft}"
+        if traits_of(drafter).can_run_ahead and not _has_tokens_of(target, draft, tokenizer):
+            drafter, why = f"{TRANSLATED}:of={drafter}", f"{why}, whose tokens are others"
         if speculation.tree is None:
             folder = locate(draft, SHIPPED)
             most = (
@@ -133,6 +144,19 @@ def drafter_of(draft: str) -> str:
     if declared_mask_id(config) is None:
         return "autoregressive"
     return "pard2" if reads_states(config) else "pard"
+
+
+def _has_tokens_of(target: str, draft: str, tokenizer: str | None) -> bool:
+    """Whether a draft model has the target's tokens, as it is likely if it has as many: then they are compared later,
+    and no tokenizer is loaded here, which takes a second for a GGUF file."""
+    whole, model = Checkpoint.find(target), Checkpoint.find(draft, SHIPPED)
+    if whole.config.vocab_size == model.config.vocab_size:
+        return True
+    try:
+        check_draft(model, facts_of(whole, tokenizer))
+    except OtherTokensError:
+        return False
+    return True
 
 
 def _is_head(folder: str) -> bool:

@@ -16,7 +16,7 @@ from paradraft.decode.pearl.drafter_process import DraftServer
 from paradraft.decode.pearl.pearl_colocated import CoLocatedDrafter
 from paradraft.decode.pearl.remote import DrafterProcess
 from paradraft.drafters import drafter_class, load_drafter, part_names, takes_draft
-from paradraft.drafters.parts.draft_loading import check_draft_config
+from paradraft.drafters.parts.draft_loading import OR_TRANSLATE, check_draft_config
 from paradraft.engine.automatic import automatic, where_lengths_adapt
 from paradraft.engine.engine import Engine
 from paradraft.engine.speculation import Speculation
@@ -30,6 +30,7 @@ from paradraft.models.names import POCKET, is_shape
 from paradraft.models.runtime import AUTO, QUANTIZED, STORED, Runtime
 from paradraft.models.target import Target
 from paradraft.placement import Placement, on_cpus
+from paradraft.sources.gguf_tokenizer import OtherTokensError
 from paradraft.sources.load_plan import BY_MODEL, HERE, Checkpoint, LoadPlan, chosen, draft_plan, settled, width_for
 from paradraft.sources.loading import locate, room, tokenizer_for, tokens_of
 from paradraft.sources.target_loading import load_planned, weights_bytes
@@ -113,7 +114,7 @@ def load_engine(
     process exits when rank 0 does.
     """
     if speculation.drafter == AUTO:
-        speculation = automatic(target, speculation, has_grammars=has_grammars)
+        speculation = automatic(target, speculation, has_grammars=has_grammars, tokenizer=runtime.tokenizer)
     plan = plan_engine(target, speculation, runtime, placement)
     return load_as_planned(plan, speculation, kept_rows=kept_rows, tries_plain=tries_plain)
 
@@ -194,7 +195,8 @@ def resolve(
     settings["capacity"], drafts = runtime.capacity, []
     for drafter, draft in dict.fromkeys((each.drafter, each.draft) for each in speculations):
         if (model := _draft_model(target, drafter, draft)) is not None:
-            settings["capacity"] = _capacity_with(model, plan, settings["capacity"])
+            if not drafter_class(drafter).traits.has_own_tokens:
+                settings["capacity"] = _capacity_with(model, plan, settings["capacity"])
             drafts.append(draft_plan(model, plan.runtime, device=placement.draft_device))
     if placement.tensor_parallel:
         ranks = max(tensor_parallel_ranks(each, placement) for each in speculations)
@@ -227,7 +229,8 @@ def _draft_model(target: Checkpoint, drafter: str, draft: str | None) -> Checkpo
         # The weights' digest is compared when they are read.
         identity.check(TargetIdentity.of(target.config, reads_weights=False), folder)
         return None
-    return Checkpoint.at(folder) if drafter_class(name).traits.can_run_ahead else None
+    traits = drafter_class(name).traits
+    return Checkpoint.at(folder) if traits.can_run_ahead or traits.has_own_tokens else None
 
 
 def _capacity_with(draft: Checkpoint, plan: LoadPlan, capacity: int | None) -> int | None:
@@ -238,7 +241,10 @@ def _capacity_with(draft: Checkpoint, plan: LoadPlan, capacity: int | None) -> i
         vocab_size = tokens_of(config, tokenizer_for(plan.checkpoint.folder, plan.runtime.tokenizer, config))
     if capacity is None and context_of(draft.config) < context_of(config):
         capacity = context_of(draft.config)
-    check_draft_config(draft.folder, draft.config, vocab_size=vocab_size, capacity=room(config, capacity))
+    try:
+        check_draft_config(draft.folder, draft.config, vocab_size=vocab_size, capacity=room(config, capacity))
+    except OtherTokensError as error:
+        raise ValueError(f"{error}, {OR_TRANSLATE}") from None
     return capacity
 
 

@@ -77,12 +77,19 @@ def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
     return built(file.metadata, repr(str(file.path)))
 
 
+class OtherTokensError(ValueError):
+    """A model has other tokens than the one that it is to be used with."""
+
+
 def check_same_tokens(file: GgufFile, others: Mapping[str, int], whose: str) -> None:
-    """Raises ValueError unless a file read with its vocabulary has the tokens of another; pre-tokenizers may differ."""
+    """Raises OtherTokensError unless a file, read with its vocabulary, has the tokens of another.
+
+    Pre-tokenizers may differ.
+    """
     name = repr(str(file.path))
     tokens, _ = vocabulary_of(_fields(file.metadata), name)
     if not of_one_family(tokens, others):
-        raise ValueError(f"{name} has other tokens than {whose}: use one of the same family")
+        raise OtherTokensError(f"{name} has other tokens than {whose}: use one of the same family")
 
 
 def _fields(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -163,6 +163,11 @@ def runtime_of(model: PreTrainedModel, *, width: int) -> Runtime:
     return Runtime(device=str(model.device), dtype=str(model.dtype).removeprefix("torch."), width=width)
 
 
+def wider(runtime: Runtime, tokens: int) -> Runtime:
+    """A runtime whose passes have room for further tokens."""
+    return replace(runtime, width=runtime.width + tokens)
+
+
 def width_for(runtime: Runtime, *, drafted: int, needed: int) -> int:
     """Tokens of the widest pass: `needed`, unless a narrower one was chosen that `drafted` tokens and a root fit into.
 

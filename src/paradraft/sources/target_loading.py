@@ -83,11 +83,16 @@ def load_planned(plan: LoadPlan) -> Target:
     return target
 
 
-def facts_of(target: Checkpoint) -> TargetFacts:
-    """What a draft model must fit of a target, without its weights; the capacity is 0, which all fit."""
-    tokenizer = tokenizer_for(target.folder, None, target.config)
+def facts_of(target: Checkpoint, named: str | None = None, *, capacity: int = 0) -> TargetFacts:
+    """What a draft model must fit of a target, without its weights.
+
+    Args:
+        named: see `tokenizer_for`.
+        capacity: 0 fits all.
+    """
+    tokenizer = tokenizer_for(target.folder, named, target.config)
     return TargetFacts(
-        tokenizer=tokenizer, vocab_size=tokens_of(target.config, tokenizer), capacity=0,
+        tokenizer=tokenizer, vocab_size=tokens_of(target.config, tokenizer), capacity=capacity,
         eos_ids=end_ids(load_generation_config(target.folder, target.config)),
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -38,15 +39,24 @@ def encode_prompt(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def encode_continuation(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of a text after another: without special tokens, and without a space that the tokenizer adds."""
-    tokens = _token_ids(text, tokenizer)
+    return continuation_encoder(tokenizer)(text)
+
+
+def continuation_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
+    """`encode_continuation` for many texts."""
     word = tokenizer.convert_ids_to_tokens(_token_ids("a", tokenizer)[:1])
-    if not text or not (word and word[0].startswith(_MARKS_A_SPACE)):
-        return tokens
-    # Such a tokenizer puts a space before the first word of every text. So the text follows a line break, which
-    # takes the space; then the line break is cut off.
-    line, both = (_token_ids(each, tokenizer) for each in ("\n", "\n" + text))
-    is_split = both[: len(line)] == line and tokenizer.unk_token_id not in line
-    return both[len(line) :] if is_split else tokens
+    if not (word and word[0].startswith(_MARKS_A_SPACE)):
+        return partial(_token_ids, tokenizer=tokenizer)
+    line = _token_ids("\n", tokenizer)
+
+    def encode(text: str) -> list[int]:
+        # Such a tokenizer puts a space before the first word of every text. So the text follows a line break, which
+        # takes the space; then the line break is cut off.
+        both = _token_ids("\n" + text, tokenizer) if text else []
+        is_split = text and both[: len(line)] == line and tokenizer.unk_token_id not in line
+        return both[len(line) :] if is_split else _token_ids(text, tokenizer)
+
+    return encode
 
 
 def _token_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

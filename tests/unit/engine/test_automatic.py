@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from paradraft import load
 from paradraft.cli import main
@@ -36,6 +36,22 @@ def test_a_draft_is_used_as_what_it_is(family: Path, tmp_path: Path, draft: str,
     renamed.symlink_to(family / draft)
     chosen = automatic(str(family / "target"), Speculation(drafter="auto", draft=str(renamed)))
     assert chosen.drafter == drafter and str(renamed) in str(chosen.reason)
+
+
+@pytest.mark.parametrize(("draft", "drafter"), [("pard", "pard"), ("draft", "autoregressive")])
+def test_a_draft_of_another_family_is_translated(family: Path, tmp_path: Path, draft: str, drafter: str) -> None:
+    """Guards users who name any small model. Control: one with as many tokens is compared where it is loaded."""
+    other = shutil.copytree(family / draft, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    words = [f"word{number}" for number in range(20)]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(other)
+    tokenizer.add_tokens(words)
+    tokenizer.save_pretrained(other)
+    chosen = Speculation(drafter="auto", draft=str(other))
+    assert automatic(str(family / "target"), chosen).drafter == drafter
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 9}))
+    with_reason = automatic(str(family / "target"), chosen)
+    assert with_reason.drafter == f"translated:of={drafter}" and "whose tokens are others" in str(with_reason.reason)
 
 
 def test_a_draft_with_states_drafts_with_them(family: Path, tmp_path: Path) -> None:

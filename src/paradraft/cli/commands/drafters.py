@@ -126,7 +126,8 @@ def needs_of(drafter: str) -> str:
         return "for fast wide passes, or a target trained for it; try paradraft bench --methods ar,NAME"
     if drafter in trainee_names():
         return "for a target that has one (--draft), or after paradraft train NAME RECIPE"
-    return "with a small model that has the same tokens (--draft)"
+    tokens = "of any family" if traits_of(drafter).has_own_tokens else "that has the same tokens"
+    return f"with a small model {tokens} (--draft)"
 
 
 def _workload(args: DraftersArgs) -> Workload:

@@ -13,13 +13,15 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.models.names import is_shape
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target, TargetFacts
-from paradraft.sources.gguf_tokenizer import check_same_tokens
+from paradraft.sources.gguf_tokenizer import OtherTokensError, check_same_tokens
 from paradraft.sources.load_plan import Checkpoint, draft_plan
 from paradraft.sources.loading import load_tokenizer
 from paradraft.sources.target_loading import load_lm
 from paradraft.text.tokenization import text_of
 
 _PROBE = "def f(x):\n    return 'Grüße, 世界' + str(x ** 2)  # 1234\n"
+
+OR_TRANSLATE = "or --drafter translated"
 
 
 def load_draft_lm(folder: str, target: Target | TargetFacts, runtime: Runtime, *, width: int = 0) -> CausalLM:
@@ -29,7 +31,10 @@ def load_draft_lm(folder: str, target: Target | TargetFacts, runtime: Runtime, *
         ValueError: its tokens or its capacity do not fit the target's, or it cannot run like this.
     """
     draft = Checkpoint.at(folder)
-    check_draft(draft, target)
+    try:
+        check_draft(draft, target)
+    except OtherTokensError as error:
+        raise ValueError(f"{error}, {OR_TRANSLATE}") from None
     return load_lm(draft_plan(draft, runtime, width=width, capacity=target.capacity), target.vocab_size)
 
 
@@ -60,25 +65,25 @@ def load_parallel_lm(folder: str, target: Target | TargetFacts, runtime: Runtime
 
 
 def check_draft(draft: Checkpoint, target: Target | TargetFacts) -> None:
-    """Raises ValueError if a draft model's tokens or its capacity do not fit the target's."""
+    """Raises OtherTokensError or ValueError if a draft model's tokens or its capacity do not fit the target's."""
     check_draft_config(draft.folder, draft.config, vocab_size=target.vocab_size, capacity=target.capacity)
     check_draft_tokens(draft.folder, target)
 
 
 def check_draft_tokens(folder: str, target: Target | TargetFacts) -> None:
-    """Raises ValueError if a draft model's tokens are not the target's."""
+    """Raises OtherTokensError if a draft model's tokens are not the target's."""
     if is_gguf(folder):  # its tokenizer's merges do not matter, and may not be known
         check_same_tokens(read_gguf(folder, vocabulary=True), target.tokenizer.get_vocab(), "the target")
     elif not is_shape(folder) and load_tokenizer(folder)(_PROBE)["input_ids"] != target.tokenizer(_PROBE)["input_ids"]:
-        raise ValueError(
-            f"draft {folder!r} splits text into other tokens than the target: use a draft of the same family"
+        raise OtherTokensError(
+            f"draft {folder!r} splits text into other tokens than the target: use one of the same family"
         )
 
 
 def check_draft_config(folder: str, config: PretrainedConfig, *, vocab_size: int, capacity: int) -> None:
-    """Raises ValueError if a draft model's vocabulary or context length is smaller than the target's."""
+    """Raises OtherTokensError if a draft model's vocabulary, ValueError if its context is smaller than the target's."""
     if config.vocab_size < vocab_size:
-        raise ValueError(
+        raise OtherTokensError(
             f"draft {folder!r} knows {config.vocab_size} tokens, the target {vocab_size}: use one of the same family"
         )
     if (room_for := context_of(config)) < capacity:
