@@ -506,7 +506,7 @@ def test_a_union_is_written_with_plus() -> None:
     assert split_settings("AR+:batch=4") == ("AR+", ["batch=4"])
     assert split_settings("pard:draft=/a+b/c+d") == ("pard", ["draft=/a+b/c+d"])
     assert split_settings("pard:draft=/a+b+ngram") == ("pard+ngram", ["draft=/a+b"])
-    assert drafter_settings("ngram:max_ngram=4+pard") == {"ngram_max_ngram": 4}
+    assert drafter_settings("ngram:max_ngram=4+pard") == {"ngram_max_ngram": 4, "draft_window": None}
     configs = drafter_config("ngram:max_ngram=4+pard", "org/model").configs
     assert configs["ngram"].max_ngram == 4 and configs["pard"].draft == "org/model"
     method = Method.parse("ngram:max_ngram=4+pard:k=4:draft=here:verify=typical")
