@@ -7,6 +7,10 @@ import reprlib
 from numbers import Real
 
 
+class OtherTokensError(ValueError):
+    """A model has other tokens than the one that it is to be used with."""
+
+
 def whole_number(name: str, value: object) -> int:
     """Checks that a user's value is an integer of Python or numpy; True and 2.0 are not.
 

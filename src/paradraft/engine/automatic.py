@@ -10,6 +10,7 @@ import torch
 from paradraft.drafters import PLUS, traits_of
 from paradraft.drafters.parts.draft_loading import check_draft
 from paradraft.engine.speculation import AUTO, Speculation
+from paradraft.errors import OtherTokensError
 from paradraft.formats.gguf import is_gguf
 from paradraft.formats.head import is_head, kind_of, trained_k
 from paradraft.formats.likely_table import read_table
@@ -17,7 +18,6 @@ from paradraft.formats.pard import declared_mask_id
 from paradraft.formats.pard2 import reads_states
 from paradraft.formats.published_block import is_published_block, published_k
 from paradraft.models.names import POCKET, is_shape
-from paradraft.sources.gguf_tokenizer import OtherTokensError
 from paradraft.sources.load_plan import Checkpoint
 from paradraft.sources.loading import config_of, locate
 from paradraft.sources.recorded import TrainedDrafter, bytes_on_disk, drafter_for, recorded_for, table_file

@@ -20,7 +20,7 @@ from paradraft.drafters.parts.draft_loading import OR_TRANSLATE, check_draft_con
 from paradraft.engine.automatic import automatic, where_lengths_adapt
 from paradraft.engine.engine import Engine
 from paradraft.engine.speculation import Speculation
-from paradraft.errors import one_line
+from paradraft.errors import OtherTokensError, one_line
 from paradraft.formats.gguf import is_gguf
 from paradraft.formats.head import TargetIdentity, read_identity
 from paradraft.models.architectures import context_of
@@ -30,7 +30,6 @@ from paradraft.models.names import POCKET, is_shape
 from paradraft.models.runtime import AUTO, QUANTIZED, STORED, Runtime
 from paradraft.models.target import Target
 from paradraft.placement import Placement, on_cpus
-from paradraft.sources.gguf_tokenizer import OtherTokensError
 from paradraft.sources.load_plan import BY_MODEL, HERE, Checkpoint, LoadPlan, chosen, draft_plan, settled, width_for
 from paradraft.sources.loading import locate, room, tokenizer_for, tokens_of
 from paradraft.sources.target_loading import load_planned, weights_bytes

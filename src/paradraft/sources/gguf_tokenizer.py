@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from paradraft.errors import OtherTokensError
 from paradraft.formats.gguf import GgufFile
 from paradraft.text.vocabulary import of_one_family
 
@@ -75,10 +76,6 @@ SPLITS = {
 def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
     """The tokenizer of a file read with its vocabulary; raises ValueError if it has none or an unsupported one."""
     return built(file.metadata, repr(str(file.path)))
-
-
-class OtherTokensError(ValueError):
-    """A model has other tokens than the one that it is to be used with."""
 
 
 def check_same_tokens(file: GgufFile, others: Mapping[str, int], whose: str) -> None:

@@ -6,6 +6,7 @@ import warnings
 
 from transformers import PretrainedConfig
 
+from paradraft.errors import OtherTokensError
 from paradraft.formats.gguf import is_gguf, read_gguf
 from paradraft.formats.pard import check_ends_nothing, mask_token_id
 from paradraft.models.architectures import context_of
@@ -13,7 +14,7 @@ from paradraft.models.causal_lm import CausalLM
 from paradraft.models.names import is_shape
 from paradraft.models.runtime import Runtime
 from paradraft.models.target import Target, TargetFacts
-from paradraft.sources.gguf_tokenizer import OtherTokensError, check_same_tokens
+from paradraft.sources.gguf_tokenizer import check_same_tokens
 from paradraft.sources.load_plan import Checkpoint, draft_plan
 from paradraft.sources.loading import load_tokenizer
 from paradraft.sources.target_loading import load_lm
