@@ -79,8 +79,6 @@ class TranslatedDrafter(Drafter):
         self._rows: list[Translation] = []
         self._has_unread: list[bool] = []
         """By row, whether `part` has settled tokens that it has not read."""
-        self._depths: list[int] = []
-        """By row, of the last draft."""
 
     def start(self, drafting: Drafting, device: torch.device) -> None:
         """See `Drafter`."""
@@ -102,14 +100,18 @@ class TranslatedDrafter(Drafter):
     def propose(self, lengths: Sequence[int], after: Draft | None = None) -> Draft:
         """Drafts after the last word, and translates; nothing for rows without room, or without a token to read."""
         assert after is None
-        self._depths = [max(min(length, self._room(row)), 0) if length else 0 for row, length in enumerate(lengths)]
-        tails = [row.tail if depth else [] for row, depth in zip(self._rows, self._depths, strict=True)]
-        rows = zip(self._depths, self._has_unread, tails, strict=True)
-        self._depths = [depth if has_unread or tail else 0 for depth, has_unread, tail in rows]
-        drafted = self.part.propose(self._depths, Draft.of_lists(tails, device=self._device)).lists[0]
+        tails = [row.tail if length else [] for row, length in zip(self._rows, lengths, strict=True)]
+        depths = [
+            max(min(length, self._room(row)), 0) if self._has_unread[row] or tails[row] else 0
+            for row, length in enumerate(lengths)
+        ]
+        drafted = self.part.propose(depths, Draft.of_lists(tails, device=self._device)).lists[0]
+        self._has_unread = [
+            has_unread and not depth for has_unread, depth in zip(self._has_unread, depths, strict=True)
+        ]
         translated = [
             row.translated([token for token in tokens[:depth] if token != ABSENT])[:length] if depth else []
-            for row, tokens, depth, length in zip(self._rows, drafted, self._depths, lengths, strict=True)
+            for row, tokens, depth, length in zip(self._rows, drafted, depths, lengths, strict=True)
         ]
         return Draft.of_lists(translated, device=self._device)
 
@@ -120,12 +122,9 @@ class TranslatedDrafter(Drafter):
     def commit(self, new: Committed) -> None:
         """Translates the committed tokens."""
         settled = [row.add(tokens) for row, tokens in zip(self._rows, new.tokens, strict=True)]
-        read = [bool(depth) for depth in self._depths] or [False] * len(settled)
         self._has_unread = [
-            bool(tokens) or (before and not is_read)
-            for tokens, before, is_read in zip(settled, self._has_unread, read, strict=True)
+            has_unread or bool(tokens) for has_unread, tokens in zip(self._has_unread, settled, strict=True)
         ]
-        self._depths = []
         self.part.commit(Committed(tokens=settled))
 
     def keep(self, rows: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from paradraft.core import Committed
 from paradraft.decode.generation import Generation
 from paradraft.drafters import drafter_class
 from paradraft.engine.engine import Engine
@@ -47,8 +48,8 @@ def twin(family: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(family: Path, draft: Path, **settings: Any) -> Engine:
-    settings = {"drafter": "translated", "k": 4, "lengths": "fixed"} | settings
-    return load(str(family / "target"), draft=str(draft), runtime=EXACT, **settings)
+    settings = {"drafter": "translated", "k": 4, "lengths": "fixed", "runtime": EXACT} | settings
+    return load(str(family / "target"), draft=str(draft), **settings)
 
 
 def test_a_twin_with_other_tokens_is_always_right(family: Path, twin: Path) -> None:
@@ -103,6 +104,21 @@ def test_no_room_and_wrong_settings(family: Path, twin: Path, tmp_path: Path) ->
     assert not drafter_class("translated:of=pard").traits.drafts_one_by_one
 
 
+def test_the_last_room_is_not_exceeded(family: Path, twin: Path, tmp_path: Path) -> None:
+    """Guards rows at the end of the draft model's context, beside one that drafts more: they draft what fits, and what
+    has no room is not read ahead."""
+    short = tmp_path / "short"
+    shutil.copytree(twin, short)
+    config = short / "config.json"
+    config.write_text(re.sub(r'("max_position_embeddings": )\d+', r"\g<1>24", config.read_text()))
+    drafted = engine(family, short, runtime=Runtime(dtype="float64", compiled=False, width=12))
+    drafter, texts = drafted.drafter, [[5] * 21, [6] * 60, [5, 6, 7]]
+    drafter.start(drafted.new_batch().drafting, drafted.target.device)
+    drafter.join(requests(texts), Committed(tokens=texts))
+    assert 1 not in drafter.catch_up([0, 1, 2], 2)
+    assert [sum(token >= 0 for token in row) for row in drafter.propose([4, 4, 4]).tokens.tolist()] == [2, 0, 4]
+
+
 @pytest.mark.parametrize("compiled", [False, "native"])
 def test_special_tokens_that_the_draft_model_lacks(family: Path, twin: Path, tmp_path: Path, compiled: Any) -> None:
     """Guards answers that go on after such tokens, several in a row: a draft model that has nothing new to read drafts
@@ -114,6 +130,8 @@ def test_special_tokens_that_the_draft_model_lacks(family: Path, twin: Path, tmp
     runtime = EXACT if not compiled else Runtime(dtype="float32")
     target = str(family / "target")
     with load(target, draft=str(other), runtime=runtime, drafter="translated", k=3, lengths="fixed") as drafted:
+        theirs = PreTrainedTokenizerFast.from_pretrained(other).convert_tokens_to_ids("<|stop|>")
+        assert drafted.drafter._translator.begin().translated([theirs]) == [0], "the end of a text has another name"
         batch = drafted.new_batch()
         sampling = Sampling(logit_bias=((0, 100.0),))
         rows = [Generation(each) for each in requests([[5, 6, 7], [8, 9]], sampling, 8)]

@@ -175,3 +175,13 @@ def test_special_tokens_have_names() -> None:
     back = Translator(target=second, draft=first, ends={other: names["<|end|>"][1]}).begin()
     back.add(say("you", second))
     assert back.translated([*say("r", first), other]) == [*say("r", second), names["<|end|>"][1]]
+
+
+def test_a_space_after_a_special_token_is_drafted() -> None:
+    """Guards draft models that mark spaces: the space before a word is known from the token before it, also where that
+    is no part of the tail."""
+    first, second = byte_level(300, "<|other|>"), sentencepiece()
+    row = Translator(target=first, draft=second, ends={}).begin()
+    row.add([*first("def", add_special_tokens=False)["input_ids"], first.convert_tokens_to_ids("<|other|>")])
+    assert row.settled and not row.tail
+    assert exact_text(row.translated(continuation_encoder(second)(" a")), first) == " a"
