@@ -133,6 +133,7 @@ def test_a_benchmark_file_says_of_a_method_what_it_has() -> None:
     found = Method.parse("pard:tree=6:batch=2", Speculation(draft="some"), dtype="float64").settings
     assert found == {
         "dtype": "float64", "batch": 2, "k": 8, "verify": "match", "lengths": "fixed", "tree": 6, "draft": "some",
+        "options": {"draft_window": None},
     }  # fmt: skip
     assert Method.parse("hf-assisted").settings == {
         "dtype": "float32", "batch": 1, "k": 8, "draft": None, "confidence": 0.4,
