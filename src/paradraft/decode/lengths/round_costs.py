@@ -39,6 +39,8 @@ class PassTimes:
     def __init__(self) -> None:
         self._groups: dict[int, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=self.LAST))
         self._typical: dict[int, tuple[float, float]] = {}
+        self._measured, self._last = 0, dict[int, int]()
+        """Number of measurements, and by group that of its last one."""
         self._near: set[int] = set()
         """Groups, whether of drafts or not, within a factor of two of one that was measured twice."""
         self.points: list[tuple[float, float]] = []
@@ -55,11 +57,17 @@ class PassTimes:
         if len(times) == 2:
             self._near.update(range(group // 2 - self.STEPS, group // 2 + self.STEPS + 1))
         by_size = sorted(self._typical, key=self._typical.__getitem__)
-        rising = increasing([(self._typical[each][1], len(self._groups[each])) for each in by_size])
+        self._measured += 1
+        self._last[group] = self._measured
+        rising = increasing([(self._typical[each][1], self._weight(each)) for each in by_size])
         self.points = [(self._typical[each][0], seconds_of) for each, seconds_of in zip(by_size, rising, strict=True)]
         few_s, groups = self.points[0][1], sorted(self._typical)
         hopes_s = [few_s if len(self._groups[each]) < self.FEW else self._hope(each) for each in groups]
         self._hopes = list(zip(groups, itertools.accumulate(hopes_s, max), strict=True))
+
+    def _weight(self, group: int) -> float:
+        """The number of its times, half of it for each `LAST` times of other groups since its last one."""
+        return len(self._groups[group]) * 0.5 ** ((self._measured - self._last[group]) / self.LAST)
 
     def _hope(self, group: int) -> float:
         return self._typical[group][1] * (1.0 - self.LUCK / math.sqrt(len(self._groups[group])))
@@ -256,8 +264,8 @@ class RoundCosts:
             unread: tokens of the rows that begin to draft, which the drafter had to read.
             is_first: whether drafting began in some row, or ended in all, since the previous round. The drafter then
                 reads the tokens committed meanwhile, or the CPU caches still hold its data: such times are ignored.
-            is_usual: whether the round follows the best plan: if its time is well known, it measures how slow the
-                machine is now.
+            is_usual: whether the round follows the best plan: if the time of its pass is well known, it measures how
+                slow the machine is now.
         """
         slowness, size = self._slowness, self._size(rows, nodes)
         self._other_s += self.DRIFT * (time.other_s / slowness - self._other_s)
@@ -269,12 +277,14 @@ class RoundCosts:
             self._slowness *= min(max(change, 0.25), 4.0) ** self.DRIFT
         else:
             self._target_s.add(size, time.verify_s / slowness, drafts=drafts)
-        if nodes and unread:
-            self._first.append((unread, time.draft_s / slowness, len(nodes), depth))
-        elif nodes and not is_first:
-            times = self._draft_s[(len(nodes) - 1).bit_length()]
-            if not (is_usual and times.knows_well(depth)):
-                times.add(depth, time.draft_s / slowness)
+        if not nodes:
+            return
+        draft_s, is_timed = time.draft_s / slowness, not is_first
+        if unread:
+            self._first.append((unread, draft_s, len(nodes), depth))
+            is_timed = self.knows_drafts and draft_s < self._draft_time(len(nodes), depth)  # an upper bound, at least
+        if is_timed:
+            self._draft_s[(len(nodes) - 1).bit_length()].add(depth, draft_s)
 
     def of_usual(self, seconds: float) -> float:
         """Converts a current time to the machine speed at which times were learnt."""

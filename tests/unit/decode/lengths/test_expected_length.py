@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -30,6 +31,25 @@ def test_the_best_length_is_found(chance: float, draft_s: float, token_s: float)
 
     late = [asked[0] for asked in simulated.asked[100:]]
     assert speed(max(set(late), key=late.count)) > 0.97 * max(map(speed, range(9)))
+
+
+def behind_channel(message_s: float, rows: int, depth: int) -> float:
+    """A drafter on another machine."""
+    return message_s + 0.1 * depth
+
+
+def test_drafts_behind_a_channel_are_as_long_as_it_is_slow() -> None:
+    """Guards a drafter on another machine (FlexSpec's case), where a message belongs to the time of a draft: a slower
+    channel takes longer drafts, and one that outweighs them none. Once the time of a usual draft was never measured
+    again, and drafting went on at half the speed of plain decoding. A channel that is fast again is used again."""
+    simulated = Simulated(Expected(8), 1, lambda tokens: 1.0 + 0.03 * (tokens - 1), many_passes)
+    usual = []
+    for message_s, rounds in ((0.0, 400), (0.7, 400), (5.0, 100), (0.0, 2500)):
+        simulated.draft_s = partial(behind_channel, message_s)
+        simulated.run(rounds, [0.8])
+        late = [asked[0] for asked in simulated.asked[-50:]]
+        usual.append(max(set(late), key=late.count))
+    assert 3 <= usual[0] <= 5 and usual[0] < usual[1] and usual[2] == 0 and usual[3]
 
 
 @pytest.mark.parametrize("draft_s", [one_pass, many_passes])
