@@ -20,6 +20,8 @@ def test_methods_are_predicted(paradraft: Paradraft) -> None:
     assert list(found) == ["AR+", "VSD", "PEARL", "PARD", "PEARL + PARD"]
     assert found["AR+"]["tokens_per_s"] == pytest.approx(1000 / 110)
     assert "PEARL" in outcome.out and f"{found['PEARL']['speedup']:.2f}x" in outcome.out
+    mirrored = paradraft("simulate", *ASKED, "--acceptance", 0.95, "--exit-share", 0.5, "--named-share", 0.8)
+    assert "Mirror-SD" in mirrored.out and "Mirror-SD" not in outcome.out.replace("PEARL, Mirror-SD", "")
     told = "warning: --window-ms has no effect without --parallel-acceptance"
     assert told in paradraft("simulate", *ASKED, "--acceptance", 0.95, "--window-ms", 9).err
 
@@ -36,6 +38,8 @@ def test_methods_are_predicted(paradraft: Paradraft) -> None:
         (["--acceptance", "0.5", "--verify-ms", "nan"], "--verify-ms nan"),
         (["--acceptance", "0.5", "--rest-ms", -1], "--rest-ms -1"),
         (["--acceptance", "0.5", "--contention", 0.2], "--contention 0.2"),
+        (["--acceptance", "0.5", "--exit-share", 2, "--named-share", 0.5], "--exit-share 2"),
+        (["--acceptance", "0.5", "--exit-share", 0.5], "--named-share"),
     ],
 )
 def test_mistakes(paradraft: Paradraft, options: list[object], named: str) -> None:

@@ -1,9 +1,13 @@
-"""Simulates the speed of drafting ahead (PEARL) on other machines, from times of passes and acceptance rates.
+"""Simulates the speed of drafting ahead (PEARL, Mirror-SD) on other machines, from times of passes and acceptance.
 
 Rounds are a Markov chain. Drafting ahead with γ tokens (Liu et al. 2024, Algorithm 2), a round begins without a draft
 (pre-verify) or with the last γ - 1 tokens of a window (post-verify). It emits the target's own token and the accepted
 tokens before it; if all were accepted and the target's own token is the first of the next window, the next round begins
 with the rest of that window.
+
+Mirror-SD (Bhendawade et al. 2025, section 3.1) does not assume that all tokens are accepted. At an early exit of a
+pass, the target names the likeliest next tokens at each place of the draft, and the drafter drafts after all of them,
+in one batch, while the target's other layers run. A round whose next token was named finds its draft ready.
 
 Acceptance is a list of chances c_i: that token i of a window is right if all before it are. Answers are assumed to be
 long, so that each begins with pre-verify is neglected.
@@ -130,6 +134,39 @@ def speed_ahead(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Mirror:
+    """An early exit of the target that starts drafts (Mirror-SD).
+
+    Args:
+        exit_share: share of a pass before the exit.
+        named_share: chance that the token after the accepted ones is among those that the exit names.
+    """
+
+    exit_share: float
+    named_share: float
+
+    def __post_init__(self) -> None:
+        for name in ("exit_share", "named_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)}: use a share from 0 to 1")
+
+
+def speed_mirrored(
+    times: RoundTimes, chances: Sequence[float], tokens: int, mirror: Mirror, *, is_parallel: bool = False
+) -> float:
+    """Tokens per second of Mirror-SD, with drafts of K = `tokens`; arguments as in `speed_in_turn`.
+
+    >>> times = RoundTimes(target_s=1.0, draft_s=0.1)
+    >>> speed_mirrored(times, [1.0] * 4, 4, Mirror(exit_share=0.5, named_share=1.0))  # drafts cost nothing
+    5.0
+    """
+    drafting_s = times.drafting_s(tokens, is_parallel=is_parallel)
+    together_s = times.contention * max((1.0 - mirror.exit_share) * times.pass_s, drafting_s)
+    round_s = mirror.exit_share * times.pass_s + together_s + times.transport_s + times.rest_s
+    return (1.0 + accepted(chances[:tokens])) / (round_s + (1.0 - mirror.named_share) * drafting_s)
+
+
 def _reward(goes: float, stays: float, values: tuple[float, float]) -> float:
     """The stationary mean of a value over two states.
 
@@ -155,13 +192,17 @@ class Simulated:
 
 
 def simulate(
-    times: RoundTimes, rates: Sequence[float], parallel_rates: Sequence[float] | None = None
+    times: RoundTimes,
+    rates: Sequence[float],
+    parallel_rates: Sequence[float] | None = None,
+    mirror: Mirror | None = None,
 ) -> list[Simulated]:
     """All methods, each with its best K or γ.
 
     Args:
         rates: for each position, the share of drafts of an autoregressive draft model that are accepted that far.
         parallel_rates: the same for a parallel drafter; None leaves PARD out.
+        mirror: None leaves Mirror-SD out.
     """
     plain = plain_speed(times)
     methods = [Simulated(method="AR+", tokens=None, tokens_per_s=plain, speedup=1.0)]
@@ -169,13 +210,15 @@ def simulate(
         if shares is None:
             continue
         chances = chances_of(shares)
+        added, lengths = " + PARD" if is_parallel else "", range(1, len(chances) + 1)
         ways = {
-            name: {k: speed_in_turn(times, chances, k, is_parallel=is_parallel) for k in range(1, len(chances) + 1)},
-            "PEARL" if name == "VSD" else "PEARL + PARD": {
-                gamma: speed_ahead(times, chances, gamma, is_parallel=is_parallel)
-                for gamma in range(2, len(chances) + 1)
-            },
+            name: {k: speed_in_turn(times, chances, k, is_parallel=is_parallel) for k in lengths},
+            f"PEARL{added}": {k: speed_ahead(times, chances, k, is_parallel=is_parallel) for k in lengths[1:]},
         }
+        if mirror is not None:
+            ways[f"Mirror-SD{added}"] = {
+                k: speed_mirrored(times, chances, k, mirror, is_parallel=is_parallel) for k in lengths
+            }
         for method, speeds in ways.items():
             if speeds:
                 best = max(speeds, key=speeds.__getitem__)

@@ -11,7 +11,16 @@ from paradraft.bench.synthetic import DrawnAheadBatch, chances_of
 from paradraft.decode.lengths.draft_length import Fixed
 from paradraft.drafters.autoregressive import AutoregressiveDrafter
 from paradraft.models.causal_lm import CausalLM
-from paradraft.plan.simulate import RoundTimes, accepted, plain_speed, simulate, speed_ahead, speed_in_turn
+from paradraft.plan.simulate import (
+    Mirror,
+    RoundTimes,
+    accepted,
+    plain_speed,
+    simulate,
+    speed_ahead,
+    speed_in_turn,
+    speed_mirrored,
+)
 from paradraft.sampling_params import Sampling
 from tests.conftest import VOCAB, tiny_model
 from tests.support.decoding import decoded, requests, target_of
@@ -79,6 +88,40 @@ def test_what_arithmetic_says() -> None:
     assert speed_ahead(times, perfect, 8) == pytest.approx(4)  # the draft model's own speed is the bound
     assert speed_ahead(times, perfect, 8, is_parallel=True) == pytest.approx(8)
     assert speed_ahead(times, [0.0] * 8, 4) == pytest.approx(1)
+
+
+def test_mirrored_rounds_are_those_that_are_drawn() -> None:
+    """Guards the mean of a round against rounds that are drawn one by one, where a draft is ready or is drafted."""
+    choose, mirror, k = random.Random(1), Mirror(exit_share=0.4, named_share=0.7), 4
+    window_s, tokens, seconds = k * TIMES.draft_s, 0, 0.0
+    for _ in range(200_000):
+        right = 0
+        while right < k and choose.random() < CHANCES[right]:
+            right += 1
+        tokens += right + 1
+        seconds += 0.4 * TIMES.pass_s + 1.2 * max(0.6 * TIMES.pass_s, window_s) + TIMES.transport_s + TIMES.rest_s
+        if choose.random() >= 0.7:  # the exit did not name the next token
+            seconds += window_s
+    assert speed_mirrored(TIMES, CHANCES, k, mirror) == pytest.approx(tokens / seconds, rel=0.005)
+
+
+def test_bounds_of_mirrored_rounds() -> None:
+    """An exit at the end, or one that names nothing, is a draft in turn; a draft in the shade of the pass is free."""
+    times, perfect = RoundTimes(target_s=1.0, draft_s=0.1), [1.0] * 8
+    in_turn = speed_in_turn(times, perfect, 4)
+    assert speed_mirrored(times, perfect, 4, Mirror(exit_share=1.0, named_share=1.0)) == pytest.approx(in_turn)
+    assert speed_mirrored(times, perfect, 4, Mirror(exit_share=0.5, named_share=0.0)) == pytest.approx(in_turn)
+    assert speed_mirrored(times, perfect, 5, Mirror(exit_share=0.5, named_share=1.0)) == pytest.approx(6)
+    found = {one.method: one for one in simulate(times, [0.9**place for place in range(1, 12)],
+                                                 mirror=Mirror(exit_share=0.5, named_share=0.9))}  # fmt: skip
+    assert list(found) == ["AR+", "VSD", "PEARL", "Mirror-SD"]
+    assert found["Mirror-SD"].speedup > found["VSD"].speedup
+
+
+@pytest.mark.parametrize("wrong", [{"exit_share": -0.1}, {"named_share": 1.5}, {"exit_share": float("nan")}])
+def test_shares_that_are_none(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Mirror(**{"exit_share": 0.5, "named_share": 0.5, **wrong})
 
 
 def test_the_best_number_of_tokens_is_chosen() -> None:

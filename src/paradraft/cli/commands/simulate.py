@@ -16,7 +16,7 @@ from paradraft.cli.terminal import console
 from paradraft.files import check_outputs
 
 if TYPE_CHECKING:
-    from paradraft.plan.simulate import RoundTimes
+    from paradraft.plan.simulate import Mirror, RoundTimes
 
 LEAST_MS, MOST_MS = 1e-6, 1e9
 LEAST = {"transport_ms": 0.0, "rest_ms": 0.0, "contention": 1.0}
@@ -46,6 +46,13 @@ class SimulateArgs:
     transport_ms: Annotated[float, option("From one side to the other and back.")] = 0.0
     rest_ms: Annotated[float, option("What a round takes besides.")] = 0.0
     contention: Annotated[float, option("How many times as long passes take while the other side works too.")] = 1.0
+    exit_share: Annotated[
+        float | None,
+        option("Mirror-SD: share of a pass of the target before the early exit."),
+    ] = None
+    named_share: Annotated[
+        float | None, option("Mirror-SD: share of rounds whose next token is among those that the exit names.")
+    ] = None
     json_file: Annotated[Path | None, json_option("the predictions")] = None
 
     def __post_init__(self) -> None:
@@ -55,6 +62,12 @@ class SimulateArgs:
             if value is not None and not least <= value <= MOST_MS:
                 option_name = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{option_name} {value:g}: use a number from {least:g} to {MOST_MS:g}")
+        for name in ("exit_share", "named_share"):
+            value, option_name = getattr(self, name), f"--{name.replace('_', '-')}"
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{option_name} {value:g}: use a share from 0 to 1")
+        if (self.exit_share is None) != (self.named_share is None):
+            raise ValueError("Mirror-SD needs both --exit-share and --named-share")
 
     def times(self) -> RoundTimes:
         """The options in seconds."""
@@ -66,10 +79,18 @@ class SimulateArgs:
             window_s=None if self.window_ms is None else self.window_ms / 1e3, contention=self.contention,
         )  # fmt: skip
 
+    def mirror(self) -> Mirror | None:
+        """The early exit of Mirror-SD, if there is one."""
+        from paradraft.plan.simulate import Mirror
+
+        if self.exit_share is None or self.named_share is None:
+            return None
+        return Mirror(exit_share=self.exit_share, named_share=self.named_share)
+
 
 @with_options
 def simulate(*, args: SimulateArgs) -> None:
-    """Predict speeds from the times of passes: of AR+, VSD, PARD and PEARL, on any machine."""
+    """Predict speeds from the times of passes: of AR+, VSD, PARD, PEARL and Mirror-SD, on any machine."""
     rates = _rates("--acceptance", args.acceptance)
     shares = args.parallel_acceptance
     parallel = None if shares is None else _rates("--parallel-acceptance", shares)
@@ -80,13 +101,13 @@ def simulate(*, args: SimulateArgs) -> None:
     with importing():
         from paradraft.plan.simulate import simulate
 
-    predictions = simulate(args.times(), rates, parallel)
+    predictions = simulate(args.times(), rates, parallel, args.mirror())
     table = FoldingTable(
         f"predicted: target {args.target_ms:g} ms, draft {args.draft_ms:g} ms",
         columns("method", "K or gamma", "tok/s", "vs AR+"),
         legend=[
             "AR+: without a drafter · VSD: an ordinary draft model · K, gamma: tokens drafted per round, as many as "
-            "yield most · in turn: VSD, PARD · ahead, each side on its own device: PEARL"
+            "yield most · in turn: VSD, PARD · ahead, each side on its own device: PEARL, Mirror-SD"
         ],
     )
     for each in predictions:
