@@ -22,6 +22,7 @@ def test_methods_are_predicted(paradraft: Paradraft) -> None:
     assert "PEARL" in outcome.out and f"{found['PEARL']['speedup']:.2f}x" in outcome.out
     mirrored = paradraft("simulate", *ASKED, "--acceptance", 0.95, "--exit-share", 0.5, "--named-share", 0.8)
     assert "Mirror-SD" in mirrored.out and "Mirror-SD" not in outcome.out.replace("PEARL, Mirror-SD", "")
+    assert "--branch-cost has no effect" in paradraft("simulate", *ASKED, "--acceptance", 0.95, "--branch-cost", 2).err
     told = "warning: --window-ms has no effect without --parallel-acceptance"
     assert told in paradraft("simulate", *ASKED, "--acceptance", 0.95, "--window-ms", 9).err
 
@@ -40,6 +41,7 @@ def test_methods_are_predicted(paradraft: Paradraft) -> None:
         (["--acceptance", "0.5", "--contention", 0.2], "--contention 0.2"),
         (["--acceptance", "0.5", "--exit-share", 2, "--named-share", 0.5], "--exit-share 2"),
         (["--acceptance", "0.5", "--exit-share", 0.5], "--named-share"),
+        (["--acceptance", "0.5", "--branch-cost", 0.5], "--branch-cost 0.5"),
     ],
 )
 def test_mistakes(paradraft: Paradraft, options: list[object], named: str) -> None:

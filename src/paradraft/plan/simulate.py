@@ -141,15 +141,19 @@ class Mirror:
     Args:
         exit_share: share of a pass before the exit.
         named_share: chance that the token after the accepted ones is among those that the exit names.
+        branch_cost: how many times as long the drafts after all named tokens take as one draft does, at least 1.
     """
 
     exit_share: float
     named_share: float
+    branch_cost: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("exit_share", "named_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)}: use a share from 0 to 1")
+        if not self.branch_cost >= 1:
+            raise ValueError(f"branch_cost={self.branch_cost}: use 1 or more")
 
 
 def speed_mirrored(
@@ -162,9 +166,11 @@ def speed_mirrored(
     5.0
     """
     drafting_s = times.drafting_s(tokens, is_parallel=is_parallel)
-    together_s = times.contention * max((1.0 - mirror.exit_share) * times.pass_s, drafting_s)
+    sides_s = (1.0 - mirror.exit_share) * times.pass_s, mirror.branch_cost * drafting_s
+    together_s = max(sides_s) + (times.contention - 1.0) * min(sides_s)
     round_s = mirror.exit_share * times.pass_s + together_s + times.transport_s + times.rest_s
-    return (1.0 + accepted(chances[:tokens])) / (round_s + (1.0 - mirror.named_share) * drafting_s)
+    again_s = drafting_s + times.transport_s
+    return (1.0 + accepted(chances[:tokens])) / (round_s + (1.0 - mirror.named_share) * again_s)
 
 
 def _reward(goes: float, stays: float, values: tuple[float, float]) -> float:

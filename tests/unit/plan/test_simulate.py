@@ -92,16 +92,17 @@ def test_what_arithmetic_says() -> None:
 
 def test_mirrored_rounds_are_those_that_are_drawn() -> None:
     """Guards the mean of a round against rounds that are drawn one by one, where a draft is ready or is drafted."""
-    choose, mirror, k = random.Random(1), Mirror(exit_share=0.4, named_share=0.7), 4
+    choose, mirror, k = random.Random(1), Mirror(exit_share=0.4, named_share=0.7, branch_cost=1.5), 4
     window_s, tokens, seconds = k * TIMES.draft_s, 0, 0.0
+    suffix_s = 0.6 * TIMES.pass_s  # shorter than the drafts, and slowed down as they are while it runs
     for _ in range(200_000):
         right = 0
         while right < k and choose.random() < CHANCES[right]:
             right += 1
         tokens += right + 1
-        seconds += 0.4 * TIMES.pass_s + 1.2 * max(0.6 * TIMES.pass_s, window_s) + TIMES.transport_s + TIMES.rest_s
+        seconds += 0.4 * TIMES.pass_s + 1.5 * window_s + 0.2 * suffix_s + TIMES.transport_s + TIMES.rest_s
         if choose.random() >= 0.7:  # the exit did not name the next token
-            seconds += window_s
+            seconds += window_s + TIMES.transport_s
     assert speed_mirrored(TIMES, CHANCES, k, mirror) == pytest.approx(tokens / seconds, rel=0.005)
 
 
@@ -112,13 +113,17 @@ def test_bounds_of_mirrored_rounds() -> None:
     assert speed_mirrored(times, perfect, 4, Mirror(exit_share=1.0, named_share=1.0)) == pytest.approx(in_turn)
     assert speed_mirrored(times, perfect, 4, Mirror(exit_share=0.5, named_share=0.0)) == pytest.approx(in_turn)
     assert speed_mirrored(times, perfect, 5, Mirror(exit_share=0.5, named_share=1.0)) == pytest.approx(6)
+    alone = RoundTimes(target_s=1.0, draft_s=0.1, contention=2.0)
+    assert speed_mirrored(alone, perfect, 4, Mirror(exit_share=1.0, named_share=1.0)) == pytest.approx(in_turn)
     found = {one.method: one for one in simulate(times, [0.9**place for place in range(1, 12)],
                                                  mirror=Mirror(exit_share=0.5, named_share=0.9))}  # fmt: skip
     assert list(found) == ["AR+", "VSD", "PEARL", "Mirror-SD"]
     assert found["Mirror-SD"].speedup > found["VSD"].speedup
 
 
-@pytest.mark.parametrize("wrong", [{"exit_share": -0.1}, {"named_share": 1.5}, {"exit_share": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong", [{"exit_share": -0.1}, {"named_share": 1.5}, {"exit_share": float("nan")}, {"branch_cost": 0.5}]
+)
 def test_shares_that_are_none(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Mirror(**{"exit_share": 0.5, "named_share": 0.5, **wrong})

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paradraft.plan.simulate import Mirror, RoundTimes
 
 LEAST_MS, MOST_MS = 1e-6, 1e9
-LEAST = {"transport_ms": 0.0, "rest_ms": 0.0, "contention": 1.0}
+LEAST = {"transport_ms": 0.0, "rest_ms": 0.0, "contention": 1.0, "branch_cost": 1.0}
 """Least values of options, besides `LEAST_MS`."""
 
 
@@ -53,11 +53,13 @@ class SimulateArgs:
     named_share: Annotated[
         float | None, option("Mirror-SD: share of rounds whose next token is among those that the exit names.")
     ] = None
+    branch_cost: Annotated[
+        float, option("Mirror-SD: how many times as long the drafts after all named tokens take as one draft.")
+    ] = 1.0
     json_file: Annotated[Path | None, json_option("the predictions")] = None
 
     def __post_init__(self) -> None:
-        names = ("target_ms", "draft_ms", "verify_ms", "window_ms", "transport_ms", "rest_ms", "contention")
-        for name in names:
+        for name in ("target_ms", "draft_ms", "verify_ms", "window_ms", *LEAST):
             value, least = getattr(self, name), LEAST.get(name, LEAST_MS)
             if value is not None and not least <= value <= MOST_MS:
                 option_name = f"--{name.replace('_', '-')}"
@@ -85,7 +87,7 @@ class SimulateArgs:
 
         if self.exit_share is None or self.named_share is None:
             return None
-        return Mirror(exit_share=self.exit_share, named_share=self.named_share)
+        return Mirror(exit_share=self.exit_share, named_share=self.named_share, branch_cost=self.branch_cost)
 
 
 @with_options
@@ -96,6 +98,8 @@ def simulate(*, args: SimulateArgs) -> None:
     parallel = None if shares is None else _rates("--parallel-acceptance", shares)
     output = JsonOutput(args.json_file)
     check_outputs(output.file)
+    if args.branch_cost > 1 and args.exit_share is None:
+        print("warning: --branch-cost has no effect without --exit-share", file=sys.stderr)
     if args.window_ms is not None and parallel is None:
         print("warning: --window-ms has no effect without --parallel-acceptance", file=sys.stderr)
     with importing():

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from functools import partial
 
 from paradraft.decode.lengths.isotonic import increasing
 from paradraft.decode.stats import RoundTime
@@ -19,6 +20,10 @@ class PassTimes:
     Sizes that differ by less than a fifth form a group, whose time is the median of its last times, because single
     times mislead. Passes with drafts and those without never share one: a few drafted tokens among many rows hardly
     change the size, and what they cost is the question.
+
+    Args:
+        fade: whether times that were not measured lately count less in the monotone fit: for those that are not
+            relative to a time that is known for now.
 
     >>> times = PassTimes()
     >>> for size, seconds in [(4, 1.0), (4, 9.0), (4, 1.0), (12, 3.0)]:
@@ -33,10 +38,13 @@ class PassTimes:
     """Groups between a size and its double."""
     FEW, LUCK = 4, 0.6
     """Fewer measurements are not trusted; share of its time by which a size that was measured once may be faster."""
+    OLDEST = 32
+    """Most halvings."""
     LEAST_S = 1e-9
     """Rates divide by times, and a clock may be too coarse for a small model."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fade: bool = False) -> None:
+        self._fade = fade
         self._groups: dict[int, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=self.LAST))
         self._typical: dict[int, tuple[float, float]] = {}
         self._measured, self._last = 0, dict[int, int]()
@@ -66,8 +74,9 @@ class PassTimes:
         self._hopes = list(zip(groups, itertools.accumulate(hopes_s, max), strict=True))
 
     def _weight(self, group: int) -> float:
-        """The number of its times, half of it for each `LAST` times of other groups since its last one."""
-        return len(self._groups[group]) * 0.5 ** ((self._measured - self._last[group]) / self.LAST)
+        """The number of its times; of times that `fade`, half for each `LAST` times of other groups since its last."""
+        age = self._measured - self._last[group] if self._fade else 0
+        return len(self._groups[group]) * 0.5 ** min(age / self.LAST, self.OLDEST)
 
     def _hope(self, group: int) -> float:
         return self._typical[group][1] * (1.0 - self.LUCK / math.sqrt(len(self._groups[group])))
@@ -134,13 +143,15 @@ class RoundCosts:
 
     DRIFT = 0.3
     """Rate at which a change of the target's usual pass time becomes a change of all times."""
+    FASTER = 0.8
+    """Share of its expected time below which a draft with reading says that drafts have become faster."""
 
     def __init__(self, *, one_by_one: bool = False, reading_work: float = 0.0) -> None:
         self._one_by_one, self._reading_work = one_by_one, reading_work
         self.is_ragged = True
         """Whether a pass of the target computes no padding; else all rows cost as much as the longest."""
         self._target_s = PassTimes()
-        self._draft_s: dict[int, PassTimes] = defaultdict(PassTimes)
+        self._draft_s: dict[int, PassTimes] = defaultdict(partial(PassTimes, fade=True))
         """By number of drafting rows, in powers of two; the size is the depth of the draft."""
         self._prefills: deque[tuple[int, float]] = deque(maxlen=PassTimes.LAST)
         """Tokens and times of the target's prefills."""
@@ -282,7 +293,7 @@ class RoundCosts:
         draft_s, is_timed = time.draft_s / slowness, not is_first
         if unread:
             self._first.append((unread, draft_s, len(nodes), depth))
-            is_timed = self.knows_drafts and draft_s < self._draft_time(len(nodes), depth)  # an upper bound, at least
+            is_timed = self.knows_drafts and draft_s < self.FASTER * self._draft_time(len(nodes), depth)
         if is_timed:
             self._draft_s[(len(nodes) - 1).bit_length()].add(depth, draft_s)
 

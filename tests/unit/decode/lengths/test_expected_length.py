@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from paradraft.core import Draft
 from paradraft.decode.lengths.expected_length import Expected
+from paradraft.decode.lengths.round_costs import PassTimes, RoundCosts
 from paradraft.decode.stats import RoundOutput, RoundTime
 from paradraft.ragged import from_lists
 from paradraft.tree import ABSENT, Tree
@@ -31,6 +33,22 @@ def test_the_best_length_is_found(chance: float, draft_s: float, token_s: float)
 
     late = [asked[0] for asked in simulated.asked[100:]]
     assert speed(max(set(late), key=late.count)) > 0.97 * max(map(speed, range(9)))
+
+
+def test_times_that_were_measured_long_ago_count_little_and_not_nothing() -> None:
+    """Guards the fit of a server that runs for days: two old groups out of order once had no weight at all."""
+    times = PassTimes(fade=True)
+    for size, seconds in [(2, 3.0), (4, 2.0), *[(8, 4.0)] * 20_000, (2, 3.0)]:
+        times.add(size, seconds)
+    assert times.of(2) == times.of(4) == pytest.approx(3.0) and times.of(8) == 4.0
+
+
+def test_a_usual_pass_keeps_its_weight() -> None:
+    """Guards the target's times against fading: a usual pass says how slow the machine is, and is not added again."""
+    costs, time = RoundCosts(), RoundTime(draft_s=0.0, verify_s=1.0, other_s=0.0)
+    for is_usual, rows, seconds in [(False, 5, 1.0)] * 12 + [(True, 5, 1.0)] * 50 + [(False, 4, 1.2)] * 12:
+        costs.learn(rows, [], 0, replace(time, verify_s=seconds), unread=0, is_first=False, is_usual=is_usual)
+    assert costs.seconds(5, [], 0) == pytest.approx(1.1)
 
 
 def behind_channel(message_s: float, rows: int, depth: int) -> float:
