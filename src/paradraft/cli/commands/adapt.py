@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,6 +27,21 @@ if TYPE_CHECKING:
 POLL_S = 2.0
 LOWEST = 19
 """The niceness of a process that runs where nothing else does."""
+
+AUTOGROUP = Path("/proc/self/autogroup")
+
+
+def take_lowest_priority() -> None:
+    """Lets other processes go first.
+
+    Linux shares CPUs out between sessions before niceness counts ("autogroup"), so a session that this process leads
+    becomes nice as a whole: else a training beside a server would take half of the CPUs that the server uses.
+    """
+    if hasattr(os, "nice"):
+        os.nice(LOWEST)
+    if hasattr(os, "getsid") and os.getsid(0) == os.getpid():
+        with suppress(OSError):  # no Linux, or one without it
+            AUTOGROUP.write_text(str(LOWEST))
 
 
 def adapt(
@@ -53,8 +69,7 @@ def adapt(
     better. Ctrl-C ends it; the same command goes on with the next refresh. paradraft serve --adapt runs it beside the
     server, which then drafts with the better drafter.
     """
-    if hasattr(os, "nice"):
-        os.nice(LOWEST)
+    take_lowest_priority()
     with importing():
         from paradraft.train.refresh import ENDS_WITH_INPUT, Adaptation
         from paradraft.train.run.processes import StoppedError
