@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paradraft.formats.vocab_map import VocabMap
+from paradraft.models.added_ids import AddedIds
 from paradraft.models.architectures import context_of
 from paradraft.models.cached_rows import CachedRows, RowsView
 from paradraft.models.config_check import check_architecture, check_capacity
@@ -28,6 +29,7 @@ from paradraft.models.forward.choice import chosen
 from paradraft.models.forward.cpu.draw import CpuSampling
 from paradraft.models.forward.cpu.model import NativePass
 from paradraft.models.forward.eager import part_of
+from paradraft.models.forward.gated import GatedChange
 from paradraft.models.forward.pipeline import PipelinePass, StageModel
 from paradraft.models.kv_cache import Storage
 from paradraft.models.output_ids import OutputIds
@@ -108,7 +110,7 @@ class CausalLM:
         self.model = model
         self.vocab_size = vocab_size
         self.capacity = capacity or most
-        self.width = max(width, pad_to, 2)
+        self.width, self._ranks = max(width, pad_to, 2), ranks
         parts = [stage.model for stage in stages] or [model]
         self.device = parts[-1].device
         """Device of tokens and logits: that of the last stage."""
@@ -119,7 +121,7 @@ class CausalLM:
             chosen, compiled=compiled, cuda_graphs=cuda_graphs, pad_to=pad_to, probe=probe, refusals=self.refusals
         )
         self._compute: Forward = PipelinePass(stages, forward_of) if stages else forward_of(model)
-        self._added: Tensor | None = None
+        self._added = AddedIds(len(model.get_input_embeddings().weight), config.hidden_size)
         self.cache = CachedRows(
             model,
             capacity=self.capacity,
@@ -255,22 +257,18 @@ class CausalLM:
                 )
 
     @torch.no_grad()
-    def add_embeddings(self, rows_PD: Tensor) -> range:
-        """Adds ids with these embeddings `[P, D]`, for prompt tokens, which are read but never chosen.
+    def add_embeddings(self, rows_PD: Tensor, change: GatedChange | None = None) -> range:
+        """Adds ids with these embeddings `[P, D]`, for prompt tokens, which are read but never chosen, and `change`s
+        attention for them.
 
         The model, its logits and all other ids do not change.
 
         Returns:
             The ids, which follow the last row of the embedding and those of earlier calls.
         """
-        width = self.model.config.hidden_size
-        if rows_PD.ndim != 2 or rows_PD.shape[1] != width or not len(rows_PD):
-            raise ValueError(f"embeddings of shape {list(rows_PD.shape)}: this model needs [1 or more, {width}]")
-        rows_PD = rows_PD.to(self.device, self.model.dtype)
-        first = len(self.model.get_input_embeddings().weight) + (0 if self._added is None else len(self._added))
-        self._added = rows_PD.clone() if self._added is None else torch.cat([self._added, rows_PD])
-        self._compute.add_embeddings(self._added)
-        return range(first, first + len(rows_PD))
+        if change is not None and self._ranks > 1:
+            raise ValueError("a tensor-parallel target cannot change attention for prompt tokens")
+        return self._added.add(rows_PD.to(self.device, self.model.dtype), change, self._compute)
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:

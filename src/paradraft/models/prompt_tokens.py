@@ -22,6 +22,7 @@ from paradraft.core import Draft
 from paradraft.formats.head import Head
 from paradraft.models.causal_lm import CausalLM
 from paradraft.models.forward import FINAL_NORM, ForwardOut
+from paradraft.models.forward.gated import GatedChange, shapes_of
 from paradraft.probes import Probes
 from paradraft.ragged import upload
 from paradraft.sampling.candidates import Candidates
@@ -71,7 +72,8 @@ class PromptTokens:
     Args:
         lm: of the target or a draft model.
         head: the checkpoint: "prompts.embeddings" `[trained, E, D]`; "prompts.weights" `[trained, E]` if copies are not
-            simply averaged; in its config "accuracy", see `paradraft.sampling.sparse_tree.Accuracy`.
+            simply averaged; the tensors of a `GatedChange`, as "change.…", if the config has its "change_rank"; there
+            also "accuracy", see `paradraft.sampling.sparse_tree.Accuracy`.
         prompts: P, most prompt tokens after a token.
 
     Raises:
@@ -98,7 +100,8 @@ class PromptTokens:
         self._weights_PE = torch.full((prompts, self.copies), 1 / self.copies, device=lm.device)
         if "prompts.weights" in head.weights:
             self._weights_PE = head.tensor("prompts.weights", trained, self.copies)[:prompts].to(lm.device).float()
-        self._ids_PE = torch.tensor(lm.add_embeddings(embeddings.flatten(0, 1))).view(prompts, self.copies)
+        ids = lm.add_embeddings(embeddings.flatten(0, 1), _change_of(head, lm))
+        self._ids_PE = torch.tensor(ids).view(prompts, self.copies)
         self._lm = lm
         self.start()
 
@@ -187,6 +190,14 @@ class PromptTokens:
             confidence=confidence,
             probes=probes.without(~is_wanted_B1 | ~is_known_BR.gather(1, nodes_BQ + 1)),
         )
+
+
+def _change_of(head: Head, lm: CausalLM) -> GatedChange | None:
+    """How attention differs at the prompt tokens; None if it does not."""
+    if not head.config.get("change_rank"):
+        return None
+    shapes = shapes_of(lm.model.config, head.setting("change_rank", int))
+    return GatedChange.of({name: head.tensor(f"change.{name}", *shape) for name, shape in shapes.items()})
 
 
 def forward_with_probes(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from paradraft.models.forward.gated import GatedChange
     from paradraft.models.kv_cache import Storage  # which moves an accepted path with this package's C++
 
 FINAL_NORM = -1
@@ -84,9 +85,9 @@ class Forward(Protocol):
             NotFiniteError: states became NaN or infinite in prefill.
         """
 
-    def add_embeddings(self, rows_PD: Tensor) -> None:
-        """Sets the embeddings of ids from E on, in place of those added before. No such id is ever chosen, because the
-        output head does not change."""
+    def add_embeddings(self, rows_PD: Tensor, changes: Sequence[tuple[range, GatedChange]] = ()) -> None:
+        """Sets the embeddings of ids from E on, in place of those added before, and how attention differs for some of
+        them. No such id is ever chosen, because the output head does not change."""
 
     def head(self, states: Tensor) -> Tensor:
         """The logits `[M, V]` of states `[M, D]` after the final norm, as a pass computes them."""

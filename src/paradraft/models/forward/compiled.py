@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from paradraft.models import kv_cache
 from paradraft.models.forward.eager import EagerPass, Layers, NewTokens, PassFunction, logits_and_states_of
+from paradraft.models.forward.gated import GatedChange
 
 Result = TypeVar("Result")
 MOST_KEPT_BYTES = 2**30
@@ -43,9 +44,9 @@ class CompiledPass(EagerPass):
         self._compiled: dict[tuple[Layers, bool, bool], PassFunction] = {}
         self.warm_up_rounds = 1 if self.replays is None else 2
 
-    def add_embeddings(self, rows_PD: Tensor) -> None:
+    def add_embeddings(self, rows_PD: Tensor, changes: Sequence[tuple[range, GatedChange]] = ()) -> None:
         """See `Forward`."""
-        super().add_embeddings(rows_PD)
+        super().add_embeddings(rows_PD, changes)
         for key in [key for key in self._compiled if key[2]]:
             del self._compiled[key]
 

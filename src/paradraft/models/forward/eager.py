@@ -21,6 +21,7 @@ from paradraft.models import kv_cache
 from paradraft.models.architectures import ropes_of
 from paradraft.models.forward import FINAL_NORM, ForwardOut, NotFiniteError
 from paradraft.models.forward.cuda_graphs import Replays, graph_size, replays_on
+from paradraft.models.forward.gated import GatedChange, GatedProjections
 from paradraft.models.output_head import logits_of
 from paradraft.models.quantization import stored_bytes
 from paradraft.parents import ancestors, depths, is_chain, parents_of_chains
@@ -52,7 +53,7 @@ def hidden_states(
     model: PreTrainedModel,
     storage: kv_cache.Storage,
     layers: Layers,
-    added_PD: Tensor | None,
+    added: Added | None,
     slots_S: Tensor,
     tokens_BN: Tensor,
     lengths_B: Tensor,
@@ -82,8 +83,9 @@ def hidden_states(
         "attention_mask": mask, "position_ids": lengths_B[:, None] + depth_BN, "past_key_values": cache,
         "use_cache": True,
     }  # fmt: skip
-    if vectors_BND is None and added_PD is not None:
-        vectors_BND = _embedded(model, added_PD, tokens_BN)
+    if added is not None:
+        vectors_BND = added.vectors(model, tokens_BN) if vectors_BND is None else vectors_BND
+        added.change(tokens_BN)
     if layers:
         vectors_BND = model.model.embed_tokens(tokens_BN.clamp(min=0)) if vectors_BND is None else vectors_BND
         states = layer_by_layer(model.model, vectors_BND, settings)
@@ -91,6 +93,8 @@ def hidden_states(
         states = {FINAL_NORM: model.model(inputs_embeds=vectors_BND, **settings).last_hidden_state}
     else:
         states = {FINAL_NORM: model.model(input_ids=tokens_BN.clamp(min=0), **settings).last_hidden_state}
+    if added is not None:
+        added.change(None)
     is_finite_BN1 = (cache.is_finite_BN[:, None] | ~visible_BNN).all(2)[:, :, None]
     last_BND = states[FINAL_NORM].where(is_finite_BN1, torch.nan)
     is_token_BN1 = (tokens_BN != ABSENT)[:, :, None]
@@ -98,12 +102,29 @@ def hidden_states(
     return last_BND, *requested
 
 
-def _embedded(model: PreTrainedModel, added_PD: Tensor, tokens_BN: Tensor) -> Tensor:
-    """The embeddings `[B, N, D]` of tokens; ids from E on read the added rows."""
-    embedding = model.model.embed_tokens
-    E = len(embedding.weight)
-    added_BND = added_PD[(tokens_BN - E).clamp(min=0)]
-    return torch.where((tokens_BN >= E)[:, :, None], added_BND, embedding(tokens_BN.clamp(0, E - 1)))
+@dataclass(frozen=True, kw_only=True)
+class Added:
+    """Ids from E on.
+
+    Args:
+        rows: `[P, D]` their embeddings.
+        projections: how attention differs for some of them; None if it does for none.
+    """
+
+    rows: Tensor
+    projections: GatedProjections | None
+
+    def change(self, tokens_BN: Tensor | None) -> None:
+        """Changes attention for the tokens of a pass; None ends it."""
+        if self.projections is not None:
+            self.projections.read(tokens_BN)
+
+    def vectors(self, model: PreTrainedModel, tokens_BN: Tensor) -> Tensor:
+        """The embeddings `[B, N, D]` of tokens."""
+        embedding = model.model.embed_tokens
+        E = len(embedding.weight)
+        added_BND = self.rows[(tokens_BN - E).clamp(min=0)]
+        return torch.where((tokens_BN >= E)[:, :, None], added_BND, embedding(tokens_BN.clamp(0, E - 1)))
 
 
 def layer_by_layer(body: Any, vectors_BND: Tensor, settings: dict[str, Any]) -> dict[int, Tensor]:
@@ -126,11 +147,11 @@ def layer_by_layer(body: Any, vectors_BND: Tensor, settings: dict[str, Any]) -> 
 
 
 def logits_and_states(
-    model: PreTrainedModel, storage: kv_cache.Storage, layers: Layers, added_PD: Tensor | None, logit_rows: Tensor,
+    model: PreTrainedModel, storage: kv_cache.Storage, layers: Layers, added: Added | None, logit_rows: Tensor,
     *inputs: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The logits `[B, R, V]` of some rows of one pass, and the states of `layers`; can be compiled."""
-    last_BND, *states = hidden_states(model, storage, layers, added_PD, *inputs)
+    last_BND, *states = hidden_states(model, storage, layers, added, *inputs)
     return logits_of(model, _rows_of(last_BND, logit_rows)), *states
 
 
@@ -138,9 +159,9 @@ def logits_and_states_of(layers: Layers) -> PassFunction:
     """`logits_and_states` for fixed layers."""
 
     def run(
-        model: PreTrainedModel, storage: kv_cache.Storage, added_PD: Tensor | None, logit_rows: Tensor, *inputs: Tensor
+        model: PreTrainedModel, storage: kv_cache.Storage, added: Added | None, logit_rows: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        return logits_and_states(model, storage, layers, added_PD, logit_rows, *inputs)
+        return logits_and_states(model, storage, layers, added, logit_rows, *inputs)
 
     return run
 
@@ -191,7 +212,7 @@ class EagerPass:
     def __init__(self, model: PreTrainedModel, *, pad_to: int, cuda_graphs: bool) -> None:
         self._model = model
         self._pad_to = pad_to
-        self._added: Tensor | None = None
+        self._added: Added | None = None
         self.replays: Replays | None = replays_on(model.device) if cuda_graphs else None
         self.warm_up_rounds = 0 if self.replays is None else 2
 
@@ -214,9 +235,12 @@ class EagerPass:
         """See `Forward`."""
         return stored_bytes(weight)
 
-    def add_embeddings(self, rows_PD: Tensor) -> None:
+    def add_embeddings(self, rows_PD: Tensor, changes: Sequence[tuple[range, GatedChange]] = ()) -> None:
         """See `Forward`."""
-        self._added = rows_PD.detach().to(self._model.device, self._model.dtype, copy=True)
+        if self._added is not None and self._added.projections is not None:
+            self._added.projections.remove()
+        rows_PD = rows_PD.detach().to(self._model.device, self._model.dtype, copy=True)
+        self._added = Added(rows=rows_PD, projections=GatedProjections(self._model, changes) if changes else None)
         self.forget()  # recordings read the old rows
 
     def first(self, layers: int) -> Self:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from paradraft.models.forward import FINAL_NORM, Forward, ForwardOut
 from paradraft.models.forward.eager import part_of
+from paradraft.models.forward.gated import GatedChange
 from paradraft.models.kv_cache import Storage
 from paradraft.placement import Stage, on_cpus
 
@@ -162,8 +163,10 @@ class PipelinePass:
             return self._parts[-1]
         return next(part for part in self._parts if layer <= part.first + part.layers)
 
-    def add_embeddings(self, rows_PD: Tensor) -> None:
-        """See `Forward`; the first stage reads them."""
+    def add_embeddings(self, rows_PD: Tensor, changes: Sequence[tuple[range, GatedChange]] = ()) -> None:
+        """See `Forward`; the first stage reads them. Raises ValueError if attention would differ."""
+        if changes:
+            raise ValueError("a target in stages cannot change attention for prompt tokens: leave its stages out")
         self._forwards[0].add_embeddings(rows_PD)
 
     def head(self, states: Tensor) -> Tensor:

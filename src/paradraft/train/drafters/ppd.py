@@ -15,6 +15,8 @@ tokens of a chain, E copies, X rows of copies (M * E), T prefix tokens, D hidden
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -27,9 +29,11 @@ from transformers import DynamicCache
 from paradraft.data.samples import Sample
 from paradraft.drafters.ppd import MOST_PROMPTS
 from paradraft.models.architectures import head_size, spec_of
+from paradraft.models.forward.gated import shapes_of
 from paradraft.sources.loading import load_config, locate
 from paradraft.train import memory
 from paradraft.train.drafters.heads import DECAY, HeadObjective, HeadRecipe, HeadTrainee, check_memory, frozen_target
+from paradraft.train.drafters.trained_change import TrainedChange
 from paradraft.train.objectives.batch import Drop, TrainingBatch
 from paradraft.train.objectives.chunks import rows_at_once
 from paradraft.train.objectives.losses import IGNORED, Divergence
@@ -59,6 +63,11 @@ class PpdRecipe(HeadRecipe):
 
     k: int = Field(
         default=3, ge=1, le=MOST_PROMPTS, description="prompt tokens after a token, and so the most tokens drafted"
+    )
+    change_rank: int = Field(
+        default=0,
+        ge=0,
+        description="rank of changes of the model's attention that only prompt tokens see (gated LoRA); 0: none",
     )
     copies: int = Field(default=1, ge=1, description="embeddings of each prompt token (the paper's EPTs)")
     anchors: float = Field(
@@ -146,6 +155,7 @@ class PpdObjective(HeadObjective):
             self.prompts["prefix"] = nn.Parameter(torch.randn(shape, generator=generator))
         if recipe.own_head:
             self.prompts["head"] = nn.Parameter(torch.zeros(target.model.lm_head.weight.shape))
+        self.change = TrainedChange(target.model, recipe.change_rank, generator) if recipe.change_rank else None
         # Correct guesses by rank, on held-out samples once they have been evaluated.
         self.register_buffer("hits", torch.zeros(recipe.k, RANKS))
         self.register_buffer("seen", torch.zeros(recipe.k))
@@ -189,14 +199,15 @@ class PpdObjective(HeadObjective):
         sees.append(self._sees_prompts(anchors_SM, index_SM, documents_SM))
         vectors_SMED = self.prompts["embeddings"][index_SM.clamp(min=0)]
         model: Any = self.target.model.model
-        out = model(
-            inputs_embeds=vectors_SMED.flatten(1, 2).to(dtype),
-            attention_mask=as_mask(torch.cat(sees, dim=2), self.target.model),
-            position_ids=positions_SM.repeat_interleave(E, dim=1),
-            past_key_values=cache,
-            use_cache=True,
-            output_hidden_states=recipe.exits > 1,
-        )
+        with nullcontext() if self.change is None else self.change.reading():
+            out = model(
+                inputs_embeds=vectors_SMED.flatten(1, 2).to(dtype),
+                attention_mask=as_mask(torch.cat(sees, dim=2), self.target.model),
+                position_ids=positions_SM.repeat_interleave(E, dim=1),
+                past_key_values=cache,
+                use_cache=True,
+                output_hidden_states=recipe.exits > 1,
+            )
         states_SXD = out.last_hidden_state
         if recipe.exits > 1:
             earlier = [model.norm(states) for states in out.hidden_states[-recipe.exits : -1]]
@@ -304,6 +315,7 @@ def build(recipe: PpdRecipe, data: RunData) -> PpdTrainee:
     if recipe.exits > (most := config.num_hidden_layers):
         raise ValueError(f"exits={recipe.exits}: model {recipe.model!r} has {most} layers")
     trained = recipe.k * recipe.copies * config.hidden_size + recipe.own_head * config.vocab_size * config.hidden_size
+    trained += sum(map(math.prod, shapes_of(config, recipe.change_rank).values()))
     prompts = recipe.anchors * recipe.k * recipe.copies
     kept = memory.kept_by_layers(recipe, config, bf16=data.bf16) * prompts / (1 + prompts)
     needed = check_memory(
@@ -325,6 +337,7 @@ def build(recipe: PpdRecipe, data: RunData) -> PpdTrainee:
         "prompt_tokens": recipe.k,
         "copies": recipe.copies,
         "is_decoded": recipe.is_decoded,
+        "change_rank": recipe.change_rank,
     }
     drop = Drop(k=recipe.depths, r=recipe.anchors, r_min=recipe.anchors, mask_id=0, first=1)
     trainee = PpdTrainee("ppd", recipe, objective, head_config, drop, needed)

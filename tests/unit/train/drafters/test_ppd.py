@@ -13,8 +13,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from paradraft.data.samples import Sample
+from paradraft.drafters.ppd import PpdDrafter
 from paradraft.engine.loader import load
 from paradraft.formats.head import WEIGHTS
+from paradraft.models.forward import FINAL_NORM
 from paradraft.models.quantization import stored_bytes
 from paradraft.models.runtime import Runtime
 from paradraft.train import memory
@@ -108,7 +110,7 @@ def test_a_prompt_token_sees_its_text_and_its_chain(
 @pytest.mark.parametrize(
     "settings",
     [{}, {"copies": 3, "aggregation": "weights"}, {"prefix": 2}, {"exits": 2}, {"own_head": True},
-     {"copies": 2, "visibility": "decoder"}, {"loss": "cross_entropy"}],
+     {"copies": 2, "visibility": "decoder"}, {"loss": "cross_entropy"}, {"change_rank": 2, "copies": 2}],
 )  # fmt: skip
 def test_only_prompt_tokens_are_trained(family: Path, tmp_path: Path, settings: dict[str, object]) -> None:
     """Guards weights of the model that move, and parameters that no gradient reaches; what the paper only measures is
@@ -117,7 +119,8 @@ def test_only_prompt_tokens_are_trained(family: Path, tmp_path: Path, settings: 
     objective = trainee.objective
     assert isinstance(objective, PpdObjective)
     names = {name for name, parameter in objective.named_parameters() if parameter.requires_grad}
-    assert "prompts.embeddings" in names and all(name.startswith("prompts.") for name in names)
+    assert "prompts.embeddings" in names and all(name.startswith(("prompts.", "change.")) for name in names)
+    begin_to_change(objective)
     loss, *_ = objective(batch_of(trainee, [[0], [1]]), torch.ones(4))
     loss.backward()
     for name, parameter in objective.named_parameters():
@@ -131,6 +134,48 @@ def test_only_prompt_tokens_are_trained(family: Path, tmp_path: Path, settings: 
     else:
         with pytest.raises(ValueError, match="settings that are only measured"):
             load(str(family / "target"), **options)
+
+
+def begin_to_change(objective: PpdObjective) -> None:
+    """Sets the halves of a change that begin at 0, behind which the others have no gradient."""
+    for name, weight in {} if objective.change is None else objective.change.items():
+        if name.endswith("up"):
+            torch.nn.init.normal_(weight.data, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("compiled", [None, False])
+def test_a_change_is_for_prompt_tokens_alone(family: Path, tmp_path: Path, compiled: bool | None) -> None:
+    """Guards the teacher, whose texts are read without the change, and decoding, which computes what was trained."""
+    trainee = prepared(recipe_for(family, tmp_path / "out", change_rank=3))
+    objective, batch = trainee.objective, batch_of(trainee, [[0], [1]])
+    assert isinstance(objective, PpdObjective)
+    with torch.no_grad():
+        unchanged = objective.target.read(batch.texts)
+        before = objective._read_prompts(batch, cache := DynamicCache(), objective.target.read(batch.texts, cache))
+        begin_to_change(objective)
+        read = objective.target.read(batch.texts, cache := DynamicCache())
+        found = objective._read_prompts(batch, cache, read)
+    assert torch.equal(read, unchanged)
+    is_prompt = batch.depths > 0
+    assert (found - before)[is_prompt].abs().amax(1).min() > 1e-3
+    trainee.save(tmp_path / "drafter", objective.state_dict())
+    engine = load(str(family / "target"), drafter="ppd", draft=str(tmp_path / "drafter"),
+                  runtime=Runtime(dtype="float32", compiled=compiled))  # fmt: skip
+    lm, drafter = engine.target.lm, engine.drafter
+    assert isinstance(drafter, PpdDrafter) and lm.is_native == (compiled is None)
+    ids = drafter._prompts._ids_PE[:, 0].tolist()
+    lm.start()
+    lm.cache.join(1)
+    seen = 0
+    for row in is_prompt[0].nonzero()[:, 0].tolist():
+        number = int(batch.depths[0, row])
+        text = TEXTS[0][: int(batch.positions[0, row]) - number + 1]
+        out = lm.forward(torch.tensor([[*text, *ids[:number]]]), hidden_layers=(FINAL_NORM,)).hidden[FINAL_NORM]
+        torch.testing.assert_close(
+            out[0, -1].float(), found[0, row].float(), rtol=0.02, atol=0.02
+        )  # in bf16
+        seen += 1
+    assert seen > 5
 
 
 def test_prompt_tokens_begin_as_tokens(family: Path, tmp_path: Path) -> None:

@@ -31,9 +31,11 @@ from paradraft.models.forward import FINAL_NORM, ForwardOut
 from paradraft.models.forward.cpu.build import kernel_names, library
 from paradraft.models.forward.cpu.matrix import KINDS, PackedMatrix, is_known, packed_dtype
 from paradraft.models.forward.cpu.own_code import Course
+from paradraft.models.forward.cpu.packed_changes import PackedChanges
 from paradraft.models.forward.cpu.packed_lm import PackedLM
 from paradraft.models.forward.cpu.self_check import check
 from paradraft.models.forward.cpu.threads import granted_threads
+from paradraft.models.forward.gated import GatedChange
 from paradraft.models.quantized import QuantizedTensor, rounded_inputs
 
 PLAIN, OWN = ("Linear", "Embedding", "SiLU", "SiLUActivation"), ("RMSNorm", "RotaryEmbedding")
@@ -219,10 +221,12 @@ class NativePass:
             addresses[count + 1 if layer == FINAL_NORM else layer] = states.data_ptr()
         return hidden, addresses
 
-    def add_embeddings(self, rows_PD: Tensor) -> None:
+    def add_embeddings(self, rows_PD: Tensor, changes: Sequence[tuple[range, GatedChange]] = ()) -> None:
         """See `Forward`."""
         self._added = rows_PD.detach().to("cpu", torch.float32).contiguous()
         self._model.added, self._model.added_rows = self._added.data_ptr(), len(rows_PD)
+        self._changes = PackedChanges(changes)
+        self._model.changes, self._model.change_count = self._changes.array, len(changes)
 
     def first(self, layers: int) -> Self:
         """See `Forward`; it shares the packed weights."""

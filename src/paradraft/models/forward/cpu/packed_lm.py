@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from paradraft.models.architectures import head_size
 from paradraft.models.forward.cpu.matrix import Matrix, PackedMatrix
+from paradraft.models.forward.cpu.packed_changes import Change
 from paradraft.models.quantized import QuantizedTensor
 
 LOG = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class _Model(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("cosines", "sines", "final_norm", "embedding", "embedding_bfloat16")),
         ("embedding_integers", ctypes.POINTER(Matrix)),
         ("head", Matrix), ("layer", ctypes.POINTER(_Layer)), ("added", ctypes.c_void_p), ("added_rows", ctypes.c_int64),
-        ("is_exact", ctypes.c_int64),
+        ("changes", ctypes.POINTER(Change)), ("change_count", ctypes.c_int64), ("is_exact", ctypes.c_int64),
     )  # fmt: skip
 
 

@@ -15,8 +15,8 @@
 
 #include "attention.h"
 #include "batch.h"
-#include "gemm.h"
-#include "team.h"
+#include "changed.h"
+#include "products.h"
 
 struct Layer {
     Matrix qkv[3]; // of queries, keys and values in this order; the first may have those of others too, which are empty then
@@ -38,6 +38,8 @@ struct Model {
     const Layer* layer;
     const float* added; // [added_rows, hidden_size], the embeddings of the ids from `vocabulary` on
     int64_t added_rows;
+    const Change* changes;
+    int64_t change_count;
     // Whether nothing is rounded but float32 arithmetic, whatever the weights are: what other passes are compared with. The
     // cache is float32 then.
     int64_t is_exact;
@@ -54,37 +56,6 @@ struct Chosen {
     int64_t count() const { return tokens.size(); }
 };
 
-template <class T, class As = T> static As* grown(std::vector<T>& buffer, int64_t size) {
-    if ((int64_t)buffer.size() < size) buffer.resize(size);
-    return (As*)buffer.data();
-}
-
-constexpr int64_t BLOCKS_AT_ONCE = 128; // that are rounded in less time than it takes to share them out
-
-/// Where the inputs of a product are rounded.
-struct Rounding {
-    std::vector<RoundedBlock> all;
-    bool is_off = false; // for an exact pass
-
-    /// What `matrix` is multiplied with; rounded if it needs that, and valid until the next call then.
-    template <class Input> Operand<Input> of(Team& team, const Matrix& matrix, const Input* inputs, int64_t rows) {
-        Operand<Input> operand = {inputs, {}};
-        if constexpr (std::is_same_v<Input, float>)
-            if (matrix.kind == INTEGERS && !is_off) {
-                int64_t blocks = blocks_of(matrix.inputs), count = rows * blocks;
-                RoundedBlock* to = grown(all, count);
-                team.each(count, BLOCKS_AT_ONCE, [&](Span share, int) {
-                    for (int64_t at = share.first; at < share.last; at++) {
-                        int64_t first = at / rows * BLOCK, left = matrix.inputs - first;
-                        round_block(inputs + at % rows * matrix.inputs + first, std::min(left, BLOCK), to[at]);
-                    }
-                });
-                operand.rounded = {to, rows, blocks};
-            }
-        return operand;
-    }
-};
-
 /// What a pass writes in between; kept from pass to pass.
 struct Scratch {
     std::vector<float> hidden, last_hidden, projected, gates, scores;
@@ -95,6 +66,7 @@ struct Scratch {
     std::vector<int64_t> numbers;          // [B, N] which token is there; -1 for none
     std::vector<int64_t> outputs, missing; // where in [B, R] the wanted logits go, and where there is no token
     Chosen all, last;                      // tokens of a layer, and of the last one
+    Changed changed;
     Rounding rounding;
 };
 
@@ -208,22 +180,6 @@ static void attend_all(
     }
 }
 
-/// Products go to the rows of `to`, which have `stride` numbers, in their order, or to those that `places` names.
-template <class Input>
-static void set_product(
-    Team& team, const Matrix& matrix, const Operand<Input>& inputs, int64_t rows, float* to, int64_t stride,
-    const int64_t* places = nullptr
-) {
-    team.each(matrix.count(), 1, [&](Span panels, int) {
-        for (; panels.first < panels.last; panels.first++) {
-            Outputs outputs(matrix, panels.first);
-            multiply(matrix, panels.first, inputs, rows, [&](int64_t row, const float* sums) {
-                std::copy_n(sums, outputs.count, to + (places ? places[row] : row) * stride + outputs.first);
-            });
-        }
-    });
-}
-
 /// Numbers of groups as floats, those of one output.
 static void copy_numbers(int64_t kind, int64_t groups, int64_t group, const void* numbers, const int8_t* of_groups, float* to) {
     for (int64_t i = 0; i < groups; i++) {
@@ -292,6 +248,7 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
     threads = std::clamp<int64_t>(threads, 1, MOST_WORKERS);
     Chosen &all = scratch.all, &last = scratch.last;
     choose(batch, scratch);
+    scratch.changed.find(model.changes, model.change_count, batch.ids, scratch.places, all.tokens, last.tokens);
     group(model, all);
     group(model, last);
     int64_t count = all.count(), wanted = last.count(), hidden_size = model.hidden_size;
@@ -317,16 +274,8 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
                     rms_norm(hidden + at * hidden_size, weights, hidden_size, model.epsilon, normed + at * hidden_size);
             });
         };
-        auto add_product = [&](const Matrix& matrix, const Input* inputs) {
-            Operand<Input> operand = scratch.rounding.of(team, matrix, inputs, rows);
-            team.each(matrix.count(), 1, [&](Span panels, int) {
-                for (; panels.first < panels.last; panels.first++) {
-                    Outputs outputs(matrix, panels.first);
-                    multiply(matrix, panels.first, operand, rows, [&](int64_t row, const float* sums) {
-                        for (int64_t i = 0; i < outputs.count; i++) hidden[row * hidden_size + outputs.first + i] += sums[i];
-                    });
-                }
-            });
+        auto add_to_hidden = [&](const Matrix& matrix, const Input* inputs) {
+            add_product(team, matrix, scratch.rounding.of(team, matrix, inputs, rows), rows, hidden, hidden_size);
         };
         team.each(count, FEW_TOKENS, [&](Span tokens, int) {
             for (int64_t at = tokens.first; at < tokens.last; at++)
@@ -346,6 +295,8 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
                 set_product(team, matrix, operand, count, part, stride);
                 part += matrix.outputs;
             }
+            for (const ChangedRows& rows_of : scratch.changed.all)
+                scratch.changed.add(team, scratch.rounding, rows_of.layer[number].qkv, rows_of, normed, projected, stride);
             team.each(count, 1, [&](Span tokens, int) {
                 place<Stored>(model, layer, batch, number, scratch, projected, tokens);
             });
@@ -360,7 +311,9 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
                 hidden = last_hidden;
                 rows = wanted;
             }
-            add_product(layer.output, attended);
+            add_to_hidden(layer.output, attended);
+            for (const ChangedRows& rows_of : &chosen == &last ? scratch.changed.last : scratch.changed.all)
+                scratch.changed.add(team, scratch.rounding, rows_of.layer[number].output, rows_of, attended, hidden, hidden_size);
             rms_norm_all(layer.post_attention_norm);
             Operand<Input> open_to = scratch.rounding.of(team, layer.gate, normed, rows);
             team.each(layer.gate.count(), 1, [&](Span panels, int) {
@@ -382,7 +335,7 @@ static void run(const Model& model, const Batch& batch, Scratch& scratch, int64_
                     });
                 }
             });
-            add_product(layer.down, intermediate);
+            add_to_hidden(layer.down, intermediate);
         }
         if (is_last_whole) copy_states(team, model, batch, scratch, model.layers, all_hidden);
         rms_norm_all(model.final_norm);
