@@ -120,6 +120,37 @@ def test_what_adapting_wins_is_as_measured() -> None:
     ]
 
 
+def test_what_adapting_to_another_language_wins_is_as_measured() -> None:
+    """Guards the table of requests in Spanish, what answers lose meanwhile, and where drafts of a log begin."""
+    page = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
+    lengths = raw("adapting-lengths-smollm2-135m-dflash-spanish_xeon-avx512-1core_2026-11-30")["temperatures"]
+    served = raw("adapting-smollm2-135m-dflash-spanish_xeon-avx512-2cores_2026-11-30")
+    drafters = ["chat", "after_1", "after_2", "after_3", "spanish"]
+    means = {name: [of[name]["tokens_per_pass"] for of in lengths.values()] for name in drafters}
+    shown = table("docs/training.md", "drafter, requests in Spanish", "requests answered", "T = 0", "T = 0.8")
+    assert [row[2:] for row in shown] == [[f"{mean:.2f}" for mean in means[name]] for name in drafters]
+    assert [row[1] for row in shown] == ["0", *(str(each["requests"]) for each in served["refreshes"]), ""]
+    triples = zip(means["chat"], means["after_3"], means["spanish"], strict=True)
+    closed = [f"{(now - before) / (own - before):.0%}".replace("%", " %") for before, now, own in triples]
+    assert f"close {closed[0]} of the gap at temperature 0 and {closed[1]} at 0.8" in page
+    assert f"in {served['answered_s'] / 60:.0f} minutes" in page
+    speed = raw("adapting-speed-smollm2-135m-dflash_xeon-avx512-2cores_2026-11-30")["session_is_nice"]
+    seconds = {
+        nice: [sum(turn["seconds"] for turn in turns if turn["is_training"] is on) for on in (True, False)]
+        for nice, turns in speed.items()
+    }
+    slower = {nice: f"{on / off:.2f} times as long" for nice, (on, off) in seconds.items()}
+    assert f"takes {slower['yes']}" in page and f"answers took {slower['no']}" in page
+    anchors = raw("anchors-smollm2-135m-dflash_xeon-avx512-1core_2026-11-30")["temperatures"]
+    by_places = {name: [of[name]["tokens_per_pass"] for of in anchors.values()] for name in anchors["0"]}
+    for places in ("rounds", "refused"):
+        pairs = zip(by_places[places], by_places["all"], strict=True)
+        assert all(0.98 < some / every < 1.02 for some, every in pairs)
+    (cold, warm), (cold_before, warm_before) = by_places["all"], by_places["before"]
+    assert f"drafts {cold:.2f} tokens per pass" in page
+    assert f"{warm:.2f} at temperature 0.8, and {cold_before:.2f} and {warm_before:.2f} before" in page
+
+
 TASKS = ("humaneval", "gsm8k", "chat")
 HEADS = ("HumanEval", "GSM8K", "chat")
 
