@@ -112,7 +112,16 @@ def _waits_for_lowest_priority(child: psutil.Process) -> None:
     _waits(lambda: child.nice() == 19)
     if (autogroup := Path(f"/proc/{child.pid}/autogroup")).exists():  # see `take_lowest_priority`
         _waits(lambda: autogroup.read_text().split()[-1] == "19")
-        autogroup.write_text("0")
+        _waits(lambda: _is_written(autogroup, "0"))
+
+
+def _is_written(file: Path, text: str) -> bool:
+    """Writes a file that Linux lets an ordinary user write only a few times a second."""
+    try:
+        file.write_text(text)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _answers_while_it_learns(number: int, said: Path, folder: Path) -> list[list[str]]:

@@ -208,6 +208,10 @@ class PpdDrafter(Drafter):
         self._sampler.keep(rows)
         self._prompts.keep(rows)
 
+    def close(self) -> None:
+        """Lets the target's attention be as it was."""
+        self._prompts.close()
+
     def candidates(self, count: int) -> Candidates:
         """The target's predictions of the next tokens, to the largest depth of any row."""
         return self._sampler.candidates(self._prompts.logits, 0, count)

@@ -40,3 +40,10 @@ class AddedIds:
         compute.add_embeddings(rows, changes)
         self._rows, self._changes = rows, changes
         return ids
+
+    def end_change(self, ids: range, compute: Forward) -> None:
+        """Ends the change of attention for ids, if there is one."""
+        left = [(others, change) for others, change in self._changes if others != ids]
+        if len(left) < len(self._changes):
+            self._changes = left
+            compute.add_embeddings(self._rows, left)

@@ -259,9 +259,7 @@ class CausalLM:
     @torch.no_grad()
     def add_embeddings(self, rows_PD: Tensor, change: GatedChange | None = None) -> range:
         """Adds ids with these embeddings `[P, D]`, for prompt tokens, which are read but never chosen, and `change`s
-        attention for them.
-
-        The model, its logits and all other ids do not change.
+        attention for them; all other ids stay as they are.
 
         Returns:
             The ids, which follow the last row of the embedding and those of earlier calls.
@@ -269,6 +267,10 @@ class CausalLM:
         if change is not None and self._ranks > 1:
             raise ValueError("a tensor-parallel target cannot change attention for prompt tokens")
         return self._added.add(rows_PD.to(self.device, self.model.dtype), change, self._compute)
+
+    def end_change(self, ids: range) -> None:
+        """Ends a change of attention for added ids."""
+        self._added.end_change(ids, self._compute)
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:

@@ -101,9 +101,13 @@ class PromptTokens:
         if "prompts.weights" in head.weights:
             self._weights_PE = head.tensor("prompts.weights", trained, self.copies)[:prompts].to(lm.device).float()
         ids = lm.add_embeddings(embeddings.flatten(0, 1), _change_of(head, lm))
-        self._ids_PE = torch.tensor(ids).view(prompts, self.copies)
+        self._ids, self._ids_PE = ids, torch.tensor(ids).view(prompts, self.copies)
         self._lm = lm
         self.start()
+
+    def close(self) -> None:
+        """Ends the change of attention."""
+        self._lm.end_change(self._ids)
 
     def best(self, size: int, accuracy: Accuracy | None = None) -> Shapes:
         """The trees with the highest expected yield in passes of a size.
@@ -197,7 +201,10 @@ def _change_of(head: Head, lm: CausalLM) -> GatedChange | None:
     if not head.config.get("change_rank"):
         return None
     shapes = shapes_of(lm.model.config, head.setting("change_rank", int))
-    return GatedChange.of({name: head.tensor(f"change.{name}", *shape) for name, shape in shapes.items()})
+    trained = {name: head.tensor(f"change.{name}", *shape) for name, shape in shapes.items()}
+    if not all(bool(weight.isfinite().all()) for weight in trained.values()):
+        raise ValueError(f"draft {head.name!r}: its change of attention is not finite: train it again")
+    return GatedChange.of(trained)
 
 
 def forward_with_probes(

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,8 +39,15 @@ def take_lowest_priority() -> None:
     if hasattr(os, "nice"):
         os.nice(LOWEST)
     if hasattr(os, "getsid") and os.getsid(0) == os.getpid():
-        with suppress(OSError):  # no Linux, or one without it
-            AUTOGROUP.write_text(str(LOWEST))
+        for _ in range(10):
+            try:
+                AUTOGROUP.write_text(str(LOWEST))
+            except BlockingIOError:  # an ordinary user may do so only a few times a second
+                time.sleep(0.2)
+            except OSError:  # no Linux, or one without it
+                return
+            else:
+                return
 
 
 def adapt(

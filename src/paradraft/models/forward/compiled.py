@@ -41,7 +41,7 @@ class CompiledPass(EagerPass):
     def __init__(self, model: PreTrainedModel, *, pad_to: int, cuda_graphs: bool) -> None:
         # A pass of one token would be compiled separately: torch.compile takes sizes 0 and 1 for constants.
         super().__init__(model, pad_to=max(pad_to, 2), cuda_graphs=cuda_graphs)
-        self._compiled: dict[tuple[Layers, bool, bool], PassFunction] = {}
+        self._compiled: dict[tuple[Layers, bool, bool, bool], PassFunction] = {}
         self.warm_up_rounds = 1 if self.replays is None else 2
 
     def add_embeddings(self, rows_PD: Tensor, changes: Sequence[tuple[range, GatedChange]] = ()) -> None:
@@ -60,7 +60,9 @@ class CompiledPass(EagerPass):
         return self._computed(storage, lengths, layers, new)
 
     def _function(self, layers: Layers, new: NewTokens) -> PassFunction:
-        key = (layers, new.vectors is not None, self._added is not None)
+        added = self._added_in(new)
+        changes = added is not None and added.projections is not None
+        key = (layers, new.vectors is not None, added is not None, changes)
         if key not in self._compiled:
             self._compiled[key] = compile_pass(logits_and_states_of(layers), self._model)
         return self._compiled[key]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -288,8 +288,11 @@ class EagerPass:
         sizes = (new.tokens.shape[1], new.logit_rows.shape[1])
         new = new.padded(*(graph_size(max(size, self._pad_to)) for size in sizes))
         inputs = self._inputs(storage, lengths, new, REPLAYED_BUCKET)
-        run = partial(self._function(layers, new), self._model, storage, self._added)
-        return self.replays(run, inputs, partial(self._others, kv_cache.slots_of(storage), *inputs), kind=layers)
+        added = self._added_in(new)
+        run = partial(self._function(layers, new), self._model, storage, added)
+        return self.replays(
+            run, inputs, partial(self._others, kv_cache.slots_of(storage), *inputs), kind=(layers, added is self._added)
+        )
 
     def _computed(
         self, storage: kv_cache.Storage, lengths: list[int], layers: Layers, new: NewTokens
@@ -297,14 +300,20 @@ class EagerPass:
         """As `_run`, without a recording."""
         new = new.padded(self._pad_to, self._pad_to)
         inputs = self._inputs(storage, lengths, new, BUCKET)
-        return self._function(layers, new)(self._model, storage, self._added, *inputs)
+        return self._function(layers, new)(self._model, storage, self._added_in(new), *inputs)
 
     def _read(self, storage: kv_cache.Storage, lengths: list[int], layers: Layers, new: NewTokens) -> Sequence[Tensor]:
         """Prefill, not recorded, because prompts have many lengths: as `_run`, but may return states in place of
         logits, which are NaN in the same tokens."""
         logit_rows, *inputs = self._inputs(storage, lengths, new, BUCKET)
-        last_BND, *states = hidden_states(self._model, storage, layers, self._added, *inputs)
+        last_BND, *states = hidden_states(self._model, storage, layers, self._added_in(new), *inputs)
         return _rows_of(last_BND, logit_rows), *states
+
+    def _added_in(self, new: NewTokens) -> Added | None:
+        """The added ids for a pass: without their change of attention if none of them is read, which takes time."""
+        if self._added is None or self._added.projections is None:
+            return self._added
+        return self._added if self._added.projections.concern(new.tokens) else replace(self._added, projections=None)
 
     def _function(self, layers: Layers, new: NewTokens) -> PassFunction:
         """The function that computes these layers for these kinds of inputs."""

@@ -115,6 +115,10 @@ class GatedProjections:
         self._sees: list[Tensor] = []
         self._handles = hook_projections(model, self._projected)
 
+    def concern(self, tokens_BN: Tensor) -> bool:
+        """Whether a pass reads ids that see a change."""
+        return bool((tokens_BN >= min(ids.start for ids, _ in self._changes)).any())
+
     def read(self, tokens_BN: Tensor | None) -> None:
         """Sets the ids of the pass that begins; None ends it."""
         self._sees = []

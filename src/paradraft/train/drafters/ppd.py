@@ -312,6 +312,9 @@ def build(recipe: PpdRecipe, data: RunData) -> PpdTrainee:
         )
     if recipe.nf4 and spec_of(config).has_experts:
         raise ValueError("nf4=true: torchao stores linear layers, and experts are none: leave it out")
+    if recipe.change_rank and spec_of(config).is_fused:
+        fused = f"{config.model_type} models have one matrix for queries, keys and values"
+        raise ValueError(f"change_rank={recipe.change_rank}: {fused}: leave change_rank out")
     if recipe.exits > (most := config.num_hidden_layers):
         raise ValueError(f"exits={recipe.exits}: model {recipe.model!r} has {most} layers")
     trained = recipe.k * recipe.copies * config.hidden_size + recipe.own_head * config.vocab_size * config.hidden_size

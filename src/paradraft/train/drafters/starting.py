@@ -37,6 +37,8 @@ def begin_with(objective: HeadObjective, drafter: str, start: str) -> Head:
         raise ValueError(
             f"start={start!r} has no weights that fit: name a drafter of the same size (layers, heads, prompt tokens)"
         )
+    if any(name.startswith("change.") and name not in matching for name in head.weights):
+        raise ValueError(f"start={start!r} changes attention: set change_rank={head.config.get('change_rank')}")
     for name, weight in matching.items():
         if not bool(head.weights[name].isfinite().all()):
             raise ValueError(f"start={start!r}: {name} has NaN or infinite numbers: name an earlier checkpoint")

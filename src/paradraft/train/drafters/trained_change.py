@@ -39,4 +39,5 @@ class TrainedChange(nn.ParameterDict):
     def _projected(self, layer: int, name: str, inputs: Tensor, outputs: Tensor) -> Tensor:
         if not self._is_on:
             return outputs
-        return outputs + GatedChange.of(dict(self.items())).added(self._config, layer, name, inputs)
+        of_layer = {each: weight[layer : layer + 1] for each, weight in self.items()}
+        return outputs + GatedChange.of(of_layer).added(self._config, 0, name, inputs)

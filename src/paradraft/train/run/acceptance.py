@@ -85,5 +85,6 @@ class AcceptanceMeter:
         ]
         for _ in run(batch, list(map(Generation, requests))):
             pass
+        drafter.close()
         stats = batch.clock.stats
         return Decoded(length=stats.acceptance_length, by_position=stats.acceptance_per_position)

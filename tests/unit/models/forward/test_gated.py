@@ -15,17 +15,23 @@ from paradraft.models.forward.pipeline import split
 from paradraft.placement import stages_of
 from tests.conftest import VOCAB, tiny_model
 
-KINDS = [(torch.float32, None), (torch.bfloat16, None), (torch.float64, False), (torch.float64, True)]
+KINDS = [
+    (torch.float32, None),
+    (torch.bfloat16, None),
+    (torch.float64, False),
+    pytest.param(torch.float64, True, marks=pytest.mark.slow),
+    pytest.param(torch.bfloat16, True, marks=pytest.mark.slow),
+]
 PROMPTS = [[1, 2, 3, 4], [5, 6]]
 WIDTH = 32
 ROWS_PD = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
 PARENTS_BN = torch.tensor([[-1, 0, 1, 1, 3], [-1, 0, 0, 2, -1]])
 
 
-def change_for(lm: CausalLM, rank: int, seed: int) -> GatedChange:
+def change_for(lm: CausalLM, rank: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> GatedChange:
     generator = torch.Generator().manual_seed(seed)
     shapes = shapes_of(lm.model.config, rank)
-    return GatedChange.of({name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()})
+    return GatedChange.of({name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()})
 
 
 def model_for(dtype: torch.dtype, compiled: bool | None) -> CausalLM:
@@ -63,6 +69,32 @@ def test_other_rows_are_not_changed(dtype: torch.dtype, compiled: bool | None, r
         for pair in ((one, before), (other, before), (one, other)):
             different = (pair[0][layer] - pair[1][layer]).abs()[IS_ADDED].max()
             assert different > 1e-3
+
+
+@pytest.mark.parametrize("compiled", [None, False])
+def test_a_change_ends(compiled: bool | None) -> None:
+    """Guards an engine whose drafter is replaced: a change that has ended concerns no row, and costs nothing in passes
+    of the model's own code; the other one stays."""
+    lm = model_for(torch.float32, compiled)
+    before = lm.add_embeddings(ROWS_PD)
+    one, other = (lm.add_embeddings(ROWS_PD, change_for(lm, 2, seed)) for seed in (1, 2))
+    plain, changed = read(lm, before), read(lm, other)
+    lm.end_change(one)
+    lm.end_change(before)
+    assert all(torch.equal(plain[layer], states) for layer, states in read(lm, one).items())
+    assert all(torch.equal(changed[layer], states) for layer, states in read(lm, other).items())
+    lm.end_change(other)
+    assert all(torch.equal(plain[layer], states) for layer, states in read(lm, other).items())
+    projections = [layer.self_attn.q_proj for layer in lm.model.model.layers]
+    assert not any(projection._forward_hooks for projection in projections)
+
+
+def test_a_change_has_the_dtype_of_its_model() -> None:
+    """Guards products of bfloat16 inputs with float32 weights, which C++ does not have."""
+    lm = model_for(torch.bfloat16, None)
+    found = read(lm, lm.add_embeddings(ROWS_PD, change_for(lm, 3, 1, torch.float32)))
+    rounded = read(lm, lm.add_embeddings(ROWS_PD, change_for(lm, 3, 1)))
+    assert all(torch.equal(states, rounded[layer]) for layer, states in found.items())
 
 
 @pytest.mark.parametrize(("dtype", "compiled"), KINDS)

@@ -171,9 +171,7 @@ def test_a_change_is_for_prompt_tokens_alone(family: Path, tmp_path: Path, compi
         number = int(batch.depths[0, row])
         text = TEXTS[0][: int(batch.positions[0, row]) - number + 1]
         out = lm.forward(torch.tensor([[*text, *ids[:number]]]), hidden_layers=(FINAL_NORM,)).hidden[FINAL_NORM]
-        torch.testing.assert_close(
-            out[0, -1].float(), found[0, row].float(), rtol=0.02, atol=0.02
-        )  # in bf16
+        torch.testing.assert_close(out[0, -1].float(), found[0, row].float(), rtol=0.02, atol=0.02)  # in bf16
         seen += 1
     assert seen > 5
 
@@ -213,6 +211,24 @@ def test_accuracy_is_that_of_held_out_rows(family: Path, tmp_path: Path) -> None
     trainee.save(tmp_path / "drafter", objective.state_dict())
     told = json.loads((tmp_path / "drafter" / "config.json").read_text())["accuracy"]
     assert told[0][0] == pytest.approx(float((hits[0, 0] + 0.5) / (seen[0] + 1)), abs=1e-5)
+
+
+def test_a_start_with_a_change_needs_its_rank(family: Path, tmp_path: Path) -> None:
+    """Guards prompt tokens that were trained with a change against going on without it."""
+    first = prepared(recipe_for(family, tmp_path / "out", change_rank=2))
+    begin_to_change(first.objective)
+    first.save(tmp_path / "first", first.objective.state_dict())
+    for rank in (0, 3):
+        with pytest.raises(ValueError, match="set change_rank=2"):
+            prepared(recipe_for(family, tmp_path / "out", change_rank=rank, start=str(tmp_path / "first")))
+    again = prepared(recipe_for(family, tmp_path / "out", change_rank=2, start=str(tmp_path / "first")))
+    assert all(weight.abs().max() > 0 for name, weight in again.objective.change.items() if name.endswith("up"))
+    file = tmp_path / "first" / WEIGHTS
+    weights = load_file(file)
+    weights["change.qkv_up"][0, 0, 0] = torch.nan
+    save_file(weights, file)
+    with pytest.raises(ValueError, match="change of attention is not finite"):
+        load(str(family / "target"), drafter="ppd", draft=str(tmp_path / "first"))
 
 
 def test_a_second_stage_begins_with_the_first(family: Path, tmp_path: Path) -> None:

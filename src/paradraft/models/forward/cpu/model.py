@@ -225,7 +225,8 @@ class NativePass:
         """See `Forward`."""
         self._added = rows_PD.detach().to("cpu", torch.float32).contiguous()
         self._model.added, self._model.added_rows = self._added.data_ptr(), len(rows_PD)
-        self._changes = PackedChanges(changes)
+        dtype = torch.bfloat16 if self._model.is_bfloat16 else torch.float32
+        self._changes = PackedChanges([(ids, change.on(torch.device("cpu"), dtype)) for ids, change in changes])
         self._model.changes, self._model.change_count = self._changes.array, len(changes)
 
     def first(self, layers: int) -> Self:
