@@ -11,7 +11,6 @@ import pytest
 
 from paradraft.drafters import drafter_names
 from paradraft.models.architectures import FAMILIES
-from paradraft.models.forward.cpu.build import NATIVE, SOURCES
 from paradraft.verify import rule_names
 
 PACKAGE = Path(__file__).parents[2] / "src" / "paradraft"
@@ -143,8 +142,3 @@ def test_a_shared_class_is_seen() -> None:
     """Control: of two classes of one name both files are named."""
     modules = {file: ast.parse("class Task: ...") for file in ("a.py", "b.py")}
     assert shared_classes(modules) == {"Task": ["a.py", "b.py"]}
-
-
-def test_all_files_of_the_passes_are_in_the_key_of_their_library() -> None:
-    """Guards against a stale library: a file that the key does not name may change, and the old one is loaded."""
-    assert sorted(SOURCES) == sorted(file.name for file in NATIVE.iterdir() if file.is_file())

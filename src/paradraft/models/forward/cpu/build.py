@@ -28,11 +28,7 @@ import torch
 from paradraft.models.forward.cpu.prebuilt import FOLDER, LEVELS, level_of
 
 NATIVE = Path(__file__).parent / "native"
-SOURCES = (
-    "forward.cpp", "integers.cpp", "packing.cpp", "correction.cpp", "selector.cpp", "tree.cpp", "draw.cpp",
-    "attention.h", "batch.h", "changed.h", "drawing.h", "gemm.h", "integers.h", "noise.h", "products.h", "quads.h",
-    "team.h", "tiles.h", "simd.h",
-)  # fmt: skip
+SOURCES = tuple(sorted(file.name for file in NATIVE.iterdir() if file.suffix in (".cpp", ".h")))
 FOR_ANY_CPU = ("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fPIC")
 FLAGS = (
     *FOR_ANY_CPU,
