@@ -26,10 +26,18 @@ from typing import Any
 import torch
 from sampled_answers import loaded, options, write
 
+from paradraft.models.cached_rows import RowsView
 from paradraft.models.causal_lm import CausalLM
 
 CONTEXT, PASSES, TURNS, MOST = 128, 3, 7, 8
 """Tokens before a measured pass, passes of a turn, turns, and the largest K."""
+
+
+def begin(view: CausalLM) -> None:
+    """Lets an exit read after the tokens of the whole model."""
+    assert isinstance(view.cache, RowsView)
+    view.start()
+    view.cache.follow()
 
 
 def greedy(lm: CausalLM, prompt: list[int], tokens: int) -> list[int]:
@@ -52,8 +60,7 @@ def agreements(lm: CausalLM, views: dict[int, CausalLM], prompt: list[int], answ
     read, found = torch.tensor([[prompt[-1], *answer[:-1]]]), dict[int, list[bool]]()
     assert lm.forward(read).logits.argmax(-1)[0].tolist() == answer, "passes must be bitwise equal"
     for layers, view in views.items():
-        view.start()
-        view.cache.follow()
+        begin(view)
         found[layers] = (view.forward(read).logits.argmax(-1)[0] == torch.tensor(answer)).tolist()
     return found
 
@@ -75,12 +82,11 @@ def costs(lm: CausalLM, views: dict[int, CausalLM]) -> dict[str, Any]:
     lm.cache.join(1)
     lm.prefill([list(range(1, CONTEXT + 2))])
     for view in views.values():
-        view.start()
-        view.cache.follow()
-    turns = []
+        begin(view)
+    turns: list[tuple[dict[int, float], dict[int, dict[str, Any]]]] = []
     for _ in range(TURNS + 1):
         whole = {n: pass_s(lm, n, logits=True) for n in range(1, MOST + 2)}
-        exits = {
+        exits: dict[int, dict[str, Any]] = {
             layers: {
                 "drafted": pass_s(view, 1, logits=True),
                 "read": {n: pass_s(view, n, logits=False) for n in range(1, MOST + 2)},

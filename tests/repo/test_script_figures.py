@@ -339,3 +339,29 @@ def test_what_beginnings_and_states_win_is_as_measured() -> None:
         lengths = " | ".join(f"{line['tokens_per_pass']:.2f}" for line in held_out.values())
         assert f" | {lengths} |" in page
     assert f"is {first['loss']:.2f} after 300 steps from its first layer, {random['loss']:.2f} from random" in decisions
+
+
+EXITS = {
+    "SmolLM2 135M": "exits-smollm2-135m_xeon-avx512-1core_2026-11-30",
+    "Coder 1.5B": "exits-qwen2.5-coder-1.5b_xeon-avx512-1core_2026-11-30",
+}
+
+
+def test_exits_are_as_measured() -> None:
+    """Guards the table of early exits, and what the text says of the best and of reused states."""
+    columns = ("a drafted token, in passes", "agreement", "needed", "speed", "reused")
+    shown = table("docs/drafters.md", "layers", *columns)
+    page = " ".join((ROOT / "docs" / "drafters.md").read_text(encoding="utf-8").split())
+    changes = []
+    for model, file in EXITS.items():
+        found = raw(file)
+        by_layers = {f"{model}, {row['layers']} of {found['layers']}": row for row in found["exits"]}
+        rows = [row for row in shown if row[0].startswith(model)]
+        assert len(rows) == 5 and f"{found['by_text']:.2f}x" in page and found["by_text"] < 1
+        for name, *cells in rows:
+            row = by_layers[name]
+            shares = [f"{row[key]:.0%}".replace("%", " %") for key in ("agreement", "needed")]
+            speeds = [f"{row[key]['speed']:.2f}x" for key in ("drafts_alone", "states_reused")]
+            assert cells == [f"{row['drafted']:.2f}", *shares, *speeds]
+        changes += [row["states_reused"]["speed"] / row["drafts_alone"]["speed"] - 1 for row in found["exits"]]
+    assert 0.045 < max(map(abs, changes)) < 0.05
