@@ -38,19 +38,25 @@ struct Rounding {
     }
 };
 
+/// Hands each row's products to `put`, by row and panel.
+template <class Input, class Put>
+static void each_product(Team& team, const Matrix& matrix, const Operand<Input>& inputs, int64_t rows, const Put& put) {
+    team.each(matrix.count(), 1, [&](Span panels, int) {
+        for (; panels.first < panels.last; panels.first++) {
+            Outputs outputs(matrix, panels.first);
+            multiply(matrix, panels.first, inputs, rows, [&](int64_t row, const float* sums) { put(row, outputs, sums); });
+        }
+    });
+}
+
 /// Products go to the rows of `to`, which have `stride` numbers, in their order, or to those that `places` names.
 template <class Input>
 static void set_product(
     Team& team, const Matrix& matrix, const Operand<Input>& inputs, int64_t rows, float* to, int64_t stride,
     const int64_t* places = nullptr
 ) {
-    team.each(matrix.count(), 1, [&](Span panels, int) {
-        for (; panels.first < panels.last; panels.first++) {
-            Outputs outputs(matrix, panels.first);
-            multiply(matrix, panels.first, inputs, rows, [&](int64_t row, const float* sums) {
-                std::copy_n(sums, outputs.count, to + (places ? places[row] : row) * stride + outputs.first);
-            });
-        }
+    each_product(team, matrix, inputs, rows, [&](int64_t row, const Outputs& outputs, const float* sums) {
+        std::copy_n(sums, outputs.count, to + (places ? places[row] : row) * stride + outputs.first);
     });
 }
 
@@ -60,13 +66,8 @@ static void add_product(
     Team& team, const Matrix& matrix, const Operand<Input>& inputs, int64_t rows, float* to, int64_t stride,
     const int64_t* places = nullptr
 ) {
-    team.each(matrix.count(), 1, [&](Span panels, int) {
-        for (; panels.first < panels.last; panels.first++) {
-            Outputs outputs(matrix, panels.first);
-            multiply(matrix, panels.first, inputs, rows, [&](int64_t row, const float* sums) {
-                float* added = to + (places ? places[row] : row) * stride + outputs.first;
-                for (int64_t i = 0; i < outputs.count; i++) added[i] += sums[i];
-            });
-        }
+    each_product(team, matrix, inputs, rows, [&](int64_t row, const Outputs& outputs, const float* sums) {
+        float* added = to + (places ? places[row] : row) * stride + outputs.first;
+        for (int64_t i = 0; i < outputs.count; i++) added[i] += sums[i];
     });
 }
