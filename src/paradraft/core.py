@@ -347,4 +347,4 @@ class Drafter:
         """Reuses the saved state of another row in one that just joined; their common prefix has `shared` tokens."""
 
     def close(self) -> None:
-        """Releases resources outside of this process; the drafter cannot be used afterwards."""
+        """Releases other processes, and ends its changes of the target; the drafter cannot be used afterwards."""

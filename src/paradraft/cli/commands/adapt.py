@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 POLL_S = 2.0
 LOWEST = 19
 """The niceness of a process that runs where nothing else does."""
-
 AUTOGROUP = Path("/proc/self/autogroup")
+"""The niceness of a session."""
 
 
 def take_lowest_priority() -> None:

@@ -46,10 +46,9 @@ class SimulateArgs:
     transport_ms: Annotated[float, option("From one side to the other and back.")] = 0.0
     rest_ms: Annotated[float, option("What a round takes besides.")] = 0.0
     contention: Annotated[float, option("How many times as long passes take while the other side works too.")] = 1.0
-    exit_share: Annotated[
-        float | None,
-        option("Mirror-SD: share of a pass of the target before the early exit."),
-    ] = None
+    exit_share: Annotated[float | None, option("Mirror-SD: share of a pass of the target before the early exit.")] = (
+        None
+    )
     named_share: Annotated[
         float | None, option("Mirror-SD: share of rounds whose next token is among those that the exit names.")
     ] = None

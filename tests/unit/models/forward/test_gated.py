@@ -134,8 +134,8 @@ def test_the_last_layer_computes_wanted_rows_only(dtype: torch.dtype, compiled: 
     torch.testing.assert_close(some, whole.gather(1, wanted[:, :, None].expand_as(some)), rtol=1e-9, atol=1e-9)
 
 
-def test_passes_that_have_no_change() -> None:
-    """Guards against a change that is silently left out: pipeline stages and tensor parallelism refuse it."""
+def test_passes_that_cannot_change_attention_refuse_it() -> None:
+    """Guards against a change that is silently left out in pipeline stages and tensor parallelism."""
     model = tiny_model(1)
     staged = CausalLM(model, vocab_size=VOCAB, stages=split(model, stages_of("cpu/cpu") or ()))
     parallel = CausalLM(tiny_model(1), vocab_size=VOCAB, ranks=2)
