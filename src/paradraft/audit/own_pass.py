@@ -315,5 +315,5 @@ def _read_in_cpp(lm: CausalLM, case: Case, answer: Recording, *, is_measured: bo
     finer_NV = lm.allowed(readings.floats[of_answer])
     if not bool((is_finite_N := are_numbers(finer_NV)).all()):
         raise NotNumbersError(case, int(is_finite_N.int().argmin()), "in the model's own pass")
-    coarser_NV = (readings.moved if readings.rounded is None else readings.rounded)[of_answer]
+    coarser_NV = (readings.moved[0] if readings.rounded is None else readings.rounded)[of_answer]
     return _Read(finer=finer_NV, coarser=lm.allowed(coarser_NV), in_cpp=lm.allowed(in_cpp_NV), figures=figures)

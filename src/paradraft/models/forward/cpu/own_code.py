@@ -1,12 +1,12 @@
 """The model's own code as the self-check runs it: in float32, and with the roundings of a pass in C++, layer by layer.
 
-A text is read in two or five rows at once. All compute in float32:
+A text is read in five or eight rows at once. All compute in float32:
 
 1. as the model's own code does;
-2. the same, with the operands of products moved by the rounding error of a float32 sum;
-3. each layer from the state that the pass in C++ has before it;
-4. the same, with inputs of products rounded as in the pass, and the pass's keys and values;
-5. the same as 4, moved as 2 is, so that some roundings flip.
+2. to 5., the same, with the operands of products moved by the rounding error of a float32 sum;
+6. each layer from the state that the pass in C++ has before it;
+7. the same, with inputs of products rounded as in the pass, and the pass's keys and values;
+8. the same as 7, moved as 2 is, so that some roundings flip.
 
 Shape letters: R rows, N tokens, V vocabulary, K inputs of a matrix, L layers, D size of a state, H heads of keys and
 values, E size of a head.
@@ -33,6 +33,8 @@ from paradraft.models.forward.cpu.matrix import PackedMatrix
 from paradraft.models.forward.cpu.threads import use_one_torch_thread
 from paradraft.models.quantized import QuantizedTensor
 
+FREE = 5
+"""Rows that are read from the text alone: one as it is, and the moved ones."""
 LEAST_ROUNDING = 1e-4
 """Least effect of rounding, as a share of a layer's change of the state, or of the deviation of logits."""
 LEAST_APART = 0.05
@@ -124,7 +126,7 @@ def rounding_of(differences: Tensor, sizes: Tensor) -> Tensor:
 class Anchored(TorchFunctionMode):
     """Gives layers the states, keys and values of a pass, so that a flipped rounding affects only its layer and token.
 
-    Compares the fourth row with the pass, in distances of the fifth row from the fourth.
+    Compares the seventh row with the pass, in distances of the eighth row from the seventh.
     """
 
     def __init__(self, model: PreTrainedModel, native: Checked, course: Course) -> None:
@@ -167,15 +169,15 @@ class Anchored(TorchFunctionMode):
     def _compare_stored(self, rows: Tensor, stored_HNE: Tensor) -> Tensor:
         """Compares keys or values; returns the rows with the pass's own as the last two."""
         stored = stored_HNE.repeat_interleave(rows.shape[1] // len(stored_HNE), dim=0)
-        compared = torch.cat([rows[2:3], self._native.as_stored(rows[3:]), stored[None]])
+        compared = torch.cat([rows[FREE : FREE + 1], self._native.as_stored(rows[FREE + 1 :]), stored[None]])
         floats_NK, alike_NK, moved_NK, stored_NK = compared.transpose(1, 2).flatten(2)
         self._compare(floats_NK, alike_NK, moved_NK, stored_NK, alike_NK)
-        return torch.cat([rows[:3], stored.expand(2, -1, -1, -1)])
+        return torch.cat([rows[: FREE + 1], stored.expand(2, -1, -1, -1)])
 
     def _compare_layer(self, before_ND: Tensor, after_ND: Tensor) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
             rows = outputs[0] if isinstance(outputs, tuple) else outputs
-            floats_ND, alike_ND, moved_ND = rows[2:]
+            floats_ND, alike_ND, moved_ND = rows[FREE:]
             self._compare(floats_ND, alike_ND, moved_ND, after_ND, alike_ND - before_ND)
 
         return hook
@@ -188,7 +190,7 @@ class Anchored(TorchFunctionMode):
 
 def _anchor(state_ND: Tensor) -> Callable[..., Any]:
     def anchored(rows: Tensor) -> Tensor:
-        return torch.cat([rows[:2], state_ND.expand(3, -1, -1)])
+        return torch.cat([rows[:FREE], state_ND.expand(3, -1, -1)])
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -218,7 +220,7 @@ class OwnFloats(TorchFunctionMode):
         if func is embedding:
             return self._rows(args[1], args[0])
         if func is scaled_dot_product_attention:
-            return func(*map(self._move_second, args[:2]), *args[2:], **(kwargs or {}))
+            return func(*map(self._move_some, args[:2]), *args[2:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _rows(self, weight: Tensor, tokens: Tensor) -> Tensor:
@@ -230,21 +232,22 @@ class OwnFloats(TorchFunctionMode):
 
     def _linear(self, inputs_RNK: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         matrix, first = self.native.packed(weight)
-        own_NK, moved_NK, *anchored = inputs_RNK
+        own_NK, *moved = inputs_RNK[:FREE]
         rounded_NK = self.native.rounded(matrix, own_NK)
-        rows = [own_NK, self._moved(moved_NK), rounded_NK]
-        if anchored:
-            floats_NK, alike_NK, fifth_NK = anchored
-            alike_MK = self.native.rounded(matrix, torch.cat([alike_NK, self._moved(fifth_NK)]))
+        rows = [own_NK, *map(self._moved, moved), rounded_NK]
+        if len(inputs_RNK) > FREE:
+            floats_NK, alike_NK, last_NK = inputs_RNK[FREE:]
+            alike_MK = self.native.rounded(matrix, torch.cat([alike_NK, self._moved(last_NK)]))
             rows += [floats_NK, *alike_MK.chunk(2)]
         outputs, lengths = self._product(torch.cat(rows), weight)
         if bias is not None:
             outputs += bias.float()
-        own_NO, moved_NO, expected_NO, *others = outputs.chunk(len(rows))
+        own_NO, *moved = outputs.chunk(len(rows))[:FREE]
+        expected_NO, *others = outputs.chunk(len(rows))[FREE:]
         self._compare(matrix, own_NK, expected_NO, first, rounded_NK.norm(dim=1)[:, None] * lengths)
         if bias is not None:  # it may be far larger than the product
-            moved_NO = self._moved(moved_NO, 1.0)
-        return torch.stack([own_NO, moved_NO, *others])
+            moved = [self._moved(moved_NO, 1.0) for moved_NO in moved]
+        return torch.stack([own_NO, *moved, *others])
 
     def _product(self, inputs_MK: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Float32 products `[M, outputs]`, and the norms of the weight's rows."""
@@ -278,8 +281,8 @@ class OwnFloats(TorchFunctionMode):
         noise = torch.randn(numbers.shape, generator=self._random, dtype=torch.float32, device="cpu")
         return numbers * (1 + units * torch.finfo(torch.float32).eps * noise)
 
-    def _move_second(self, rows: Tensor) -> Tensor:
-        return torch.cat([rows[:1], self._moved(rows[1:2]), rows[2:]])
+    def _move_some(self, rows: Tensor) -> Tensor:
+        return torch.cat([rows[:1], self._moved(rows[1:FREE]), rows[FREE:]])
 
     def _compare(self, matrix: PackedMatrix, inputs: Tensor, expected: Tensor, first: int, sizes: Tensor) -> None:
         product = self.native.product(matrix, inputs)[:, first : first + expected.shape[1]]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from paradraft.models.forward.cpu.build import cache_folder, instructions, is_private, library_key
 
-VERSION = 4
+VERSION = 5
 """Of the self-check."""
 LEAST_S = 0.3
 """Shorter checks are repeated and not cached."""
