@@ -52,7 +52,8 @@ def main() -> None:
     parser.add_argument("--verify", default="match", help="the rule of verification")
     args = parser.parse_args()
     folders = dict(item.split("=", 1) for item in args.drafts.split(","))
-    args.draft, args.width = next(iter(folders.values())), max(map(int, args.nodes.split(","))) + args.k + 1
+    args.draft = next(iter(folders.values()))
+    args.width = max(32, *map(int, args.nodes.split(","))) + args.k + 1  # 32: for shapes that drafters set
     target, _, prompts = loaded(args)
     runtime = Runtime(device="cpu", capacity=1024 if args.data else None)
     drafters = {
