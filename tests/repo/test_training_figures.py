@@ -155,26 +155,50 @@ TASKS = ("humaneval", "gsm8k", "chat")
 HEADS = ("HumanEval", "GSM8K", "chat")
 
 
+def cells_of(lengths: dict[str, Any], control: str, name: str) -> list[str]:
+    """A drafter's row of `HEADS` at T = 0 and 0.8: the control's tokens per pass, or what another one gains on it."""
+    cells = []
+    for task in TASKS:
+        shown = []
+        for temperature in ("0", "0.8"):
+            own, of = lengths[task][temperature][name], lengths[task][temperature][control]["tokens_per_pass"]
+            gain, error = (100 * own[key] / of for key in ("gain", "gain_standard_error"))
+            shown.append(f"{of:.2f}" if name == control else f"{gain:+.1f} ± {error:.1f} %")
+        cells.append(" / ".join(shown))
+    return cells
+
+
 def test_what_valid_prefix_wins_from_random_weights_is_as_measured() -> None:
     """Guards the table of `docs/training.md`, and the templates that have it because of these figures."""
     drafters = raw("weightings-from-random-smollm2-135m_xeon-avx512-1core_2026-11-30")["drafters"]
+    other = raw("weightings-from-random-seeds-smollm2-135m_xeon-avx512-1core_2026-12-01")
+    runs = {f"`{drafter}`": file for drafter, file in drafters.items()}
+    runs |= {f"`dflash`, {run} run": other["seeds"][seed] for run, seed in (("second", "2"), ("third", "3"))}
     rows = []
-    for drafter, file in drafters.items():
+    for run, file in runs.items():
         for name, label in (("control", "`none`"), ("prefix", "`valid_prefix`")):
-            cells = []
-            for task in TASKS:
-                both = [file["lengths"][task][temperature] for temperature in ("0", "0.8")]
-                control = [each["control"]["tokens_per_pass"] for each in both]
-                shares = [
-                    [100 * each[name][key] / of for key in ("gain", "gain_standard_error")]
-                    for each, of in zip(both, control, strict=True)
-                ]
-                gains = [f"{gain:+.1f} ± {error:.1f} %" for gain, error in shares]
-                cells.append(" / ".join(gains if name == "prefix" else [f"{length:.2f}" for length in control]))
-            rows.append([f"`{drafter}`, {label}", *cells])
+            rows.append([f"{run}, {label}", *cells_of(file["lengths"], "control", name)])
+    assert table("docs/training.md", "120 steps from random weights", *HEADS) == rows
+    for drafter in drafters:
         template = ROOT / "src" / "paradraft" / "recipes" / drafter / "generic.yaml"
         assert yaml.safe_load(template.read_text(encoding="utf-8"))["weighting"] == "valid_prefix"
-    assert table("docs/training.md", "120 steps from random weights", *HEADS) == rows
+    rejected = [seed["gsm8k"]["0.8"] for seed in other["rejection"].values()]
+    gains = [f"{each['prefix']['gain'] / each['control']['tokens_per_pass']:.1%}".replace("%", "") for each in rejected]
+    page = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
+    assert f"the three wins at T = 0.8 are {gains[0]}, {gains[1]} and {gains[2]} % on GSM8K" in page
+
+
+def test_what_a_gated_change_wins_is_as_measured() -> None:
+    """Guards the table of `docs/drafters.md`, and what the change costs while it learns."""
+    file = raw("ppd-change-smollm2-135m_xeon-avx512-1core_2026-12-01")
+    rows = [
+        [label, *cells_of(file["lengths"], "none", name)]
+        for label, name in (("embeddings alone", "none"), ("`change_rank: 16`", "change"))
+    ]
+    assert table("docs/drafters.md", "`ppd` of SmolLM2", *HEADS) == rows
+    page = " ".join((ROOT / "docs" / "drafters.md").read_text(encoding="utf-8").split())
+    rates = file["rows_per_s"]
+    assert f"it learnt {1 - rates['change'] / rates['none']:.0%}".replace("%", " % fewer rows a second") in page
 
 
 def test_what_specialists_win_is_as_measured() -> None:
