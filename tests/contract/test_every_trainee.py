@@ -82,7 +82,7 @@ CHAINED = [
     ("dflash", {"weighting": "valid_prefix"}),
     ("eagle_parallel", {"weighting": "chain", "loss": "acceptance", "regression": 0.5}),
     ("medusa", {"weighting": "expected_length", "loss": "acceptance", "hard_share": 0.5}),
-    ("ppd", {"weighting": "first_error:boost=1", "loss": "top_k"}),
+    ("ppd", {"weighting": "first_error:boost=1", "loss": "total_variation"}),
 ]
 """Settings with which a row reads what was computed for another."""
 EXACT = Runtime(dtype="float64", compiled=False)

@@ -15,8 +15,8 @@ CELLS = {
     "`cross_entropy`, the same": ("1", "dpace"),
     "`forward_kl`, `chain`, `hard_share: 0.1`": ("1", "cat"),
     "`acceptance`": ("1", "alpha"),
-    "`acceptance_hybrid`": ("1", "hybrid"),
-    "`top_k`": ("1", "top_k"),
+    "LK's mixture": ("1", "hybrid"),
+    "HASS's ten tokens": ("1", "top_k"),
     "`forward_kl`, in other batches": ("1", "other-batches"),
     "`forward_kl`, `valid_prefix`, both in other batches": ("2", "prefix"),
 }

@@ -21,16 +21,10 @@ IGNORED = -100
 IMPOSSIBLE = -1e4
 """A logit so low that its probability is 0, and its products with 0 are 0 and not NaN."""
 Reduction = Literal["per_depth", "token_mean"]
-Divergence = Literal[
-    "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance", "acceptance_hybrid", "top_k"
-]
+Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "acceptance"]
 DIVERGENCE_NAMES = ", ".join(get_args(Divergence)[:-1]) + f" or {get_args(Divergence)[-1]}"
-TOP = 10
-"""Tokens that "top_k" compares, as in HASS."""
 TINY = 1e-30
 """Probabilities below this are computed as logarithms."""
-ETA = 3.0
-"""Of "acceptance_hybrid", as in LK's paper."""
 
 
 def cross_entropy(logits_RV: Tensor, labels_R: Tensor) -> Tensor:
@@ -48,15 +42,11 @@ def divergence(logits_RV: Tensor, teacher_RV: Tensor, kind: Divergence) -> Tenso
       (Leviathan et al. 2023, Corollary 3.6). TVD++ (Goel et al. 2024) has the same gradient up to a factor where, as
       here, p is known for all tokens.
     - "acceptance": -log α (LK, 2602.23881): the gradient of "total_variation", divided by α.
-    - "acceptance_hybrid": λ KL(p ‖ q) + (1 - λ) (1 - α) with λ = exp(-η α), without a gradient through λ. In LK's paper
-      α in λ is the mean of a depth; here it is the row's own.
-    - "top_k": the part of KL(p ‖ q) of the teacher's ten likeliest tokens (HASS, Zhang et al. 2024), which may be
-      negative elsewhere.
 
     Tokens that decoding never chooses, to which the teacher gives probability 0, are not compared. Instead
     -log q(all other tokens), which is unbounded, is added to each divergence: our decoding never drafts these tokens,
     but other engines draft the likeliest token, and logits without a loss drift up. With "forward_kl" the sum is the
-    KL over all tokens, and "top_k" adds as much of it as the teacher gives to its ten tokens.
+    KL over all tokens.
 
     Args:
         teacher_RV: logits of the teacher; at most `IMPOSSIBLE` for tokens that decoding never chooses.
@@ -91,27 +81,12 @@ def _acceptance(logits_RV: Tensor, teacher_RV: Tensor) -> Tensor:
     return surprise_R - log_alpha_R
 
 
-def _acceptance_hybrid(logits_RV: Tensor, teacher_RV: Tensor) -> Tensor:
-    surprise_R, log_alpha_R = _Overlap.apply(logits_RV, teacher_RV)
-    share_R = torch.exp(-ETA * log_alpha_R.detach().exp())
-    far_R = surprise_R - torch.expm1(log_alpha_R)
-    return share_R * _forward_kl(logits_RV, teacher_RV) + (1 - share_R) * far_R
-
-
-def _top_k(logits_RV: Tensor, teacher_RV: Tensor) -> Tensor:
-    p_RC, ids_RC = _log_p(teacher_RV).topk(min(TOP, teacher_RV.shape[1]))
-    q_RC = logits_RV.log_softmax(1).gather(1, ids_RC)
-    return _kl(p_RC, q_RC)
-
-
 DIVERGENCES: dict[Divergence, Callable[[Tensor, Tensor], Tensor]] = {
     "forward_kl": _forward_kl,
     "reverse_kl": _reverse_kl,
     "jensen_shannon": _jensen_shannon,
     "total_variation": _total_variation,
     "acceptance": _acceptance,
-    "acceptance_hybrid": _acceptance_hybrid,
-    "top_k": _top_k,
 }
 
 
