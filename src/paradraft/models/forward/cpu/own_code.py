@@ -234,20 +234,20 @@ class OwnFloats(TorchFunctionMode):
         matrix, first = self.native.packed(weight)
         own_NK, *moved = inputs_RNK[:FREE]
         rounded_NK = self.native.rounded(matrix, own_NK)
-        rows = [own_NK, *map(self._moved, moved), rounded_NK]
+        rows = [own_NK, *map(self._moved, moved)]
         if len(inputs_RNK) > FREE:
             floats_NK, alike_NK, last_NK = inputs_RNK[FREE:]
             alike_MK = self.native.rounded(matrix, torch.cat([alike_NK, self._moved(last_NK)]))
             rows += [floats_NK, *alike_MK.chunk(2)]
-        outputs, lengths = self._product(torch.cat(rows), weight)
+        outputs, lengths = self._product(torch.cat([*rows, rounded_NK]), weight)
         if bias is not None:
             outputs += bias.float()
-        own_NO, *moved = outputs.chunk(len(rows))[:FREE]
-        expected_NO, *others = outputs.chunk(len(rows))[FREE:]
-        self._compare(matrix, own_NK, expected_NO, first, rounded_NK.norm(dim=1)[:, None] * lengths)
+        outputs = outputs.unflatten(0, (len(rows) + 1, -1))
+        self._compare(matrix, own_NK, outputs[-1], first, rounded_NK.norm(dim=1)[:, None] * lengths)
         if bias is not None:  # it may be far larger than the product
-            moved = [self._moved(moved_NO, 1.0) for moved_NO in moved]
-        return torch.stack([own_NO, *moved, *others])
+            for moved_NO in outputs[1:FREE]:
+                moved_NO.copy_(self._moved(moved_NO, 1.0))
+        return outputs[:-1]
 
     def _product(self, inputs_MK: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Float32 products `[M, outputs]`, and the norms of the weight's rows."""
