@@ -6,7 +6,7 @@
 The adapter is a whole layer, which begins as the target's next one; the target's norm and head follow. It learns the
 target's probabilities after the tokens of answers (forward KL), and reads the target's greedy answers as the exits of
 `exits.py` do: agreement, rounds and costs are those of that script, with states reused. "Few rows" is a bound on what a
-head of `--rows-of-head` ids wins: the agreement of the whole head at the cost of the small one. A file of few bits
+head of `--rows-of-head` ids wins. A file of few bits
 cannot be trained on here: the target is the model before that, and `--costs-of` its file.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from exits import costs, greedy, needed, speeds
+from exits import costs, greedy, with_heads
 from sampled_answers import loaded, options, write
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax
@@ -126,30 +126,18 @@ def main() -> None:
     learn(adapted, samples, args)
     agree = agreement()
     timed = load_target(args.costs_of, Runtime(device="cpu")).lm
-    cost = costs(timed, {args.layers + 1: timed.view(args.layers + 1)})
-    one = cost["exits"][args.layers + 1]
+    cost = costs(timed, {layers: timed.view(layers) for layers in (args.layers, args.layers + 1)})
+    adapted_layers = cost["exits"][args.layers + 1]
+    body = adapted_layers["read"][1]
     figures: dict[str, Any] = {
         "agreement": statistics.mean(each for text in agree for each in text),
         "agreement_before": statistics.mean(each for text in before for each in text),
-        "costs": cost,
     }
-    whole_head = one["drafted"]
     share = args.rows_of_head / model.config.vocab_size
-    for name, drafted in (
-        ("whole_head", whole_head),
-        ("few_rows", one["read"][1] + (whole_head - one["read"][1]) * share),
-    ):
-        one["drafted"] = drafted
-        by_k = speeds(cost, args.layers + 1, agree, reused=True)
-        best = max(by_k, key=by_k.__getitem__)
-        figures[name] = {
-            "drafted": drafted,
-            "k": best,
-            "speed": by_k[best],
-            "needed": needed(cost, args.layers + 1),
-        }
-    one["drafted"] = whole_head
-    print({key: value for key, value in figures.items() if key != "costs"}, flush=True)
+    head = adapted_layers["drafted"] - body
+    figures |= with_heads(cost, args.layers, agree, body=body, head=head, share=share, reused=True)
+    print(figures, flush=True)
+    figures["costs"] = cost
     args.costs_of = Path(args.costs_of).name
     facts = "costs_of", "prompts", "tokens", "layers", "steps", "samples_per_step", "lr", "rows_of_head"
     write(args, figures, *facts)

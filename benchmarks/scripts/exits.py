@@ -138,6 +138,26 @@ def speeds(cost: dict[str, Any], layers: int, texts: list[list[bool]], *, reused
     }
 
 
+def fastest(cost: dict[str, Any], layers: int, texts: list[list[bool]], *, reused: bool) -> dict[str, Any]:
+    """The best K and its speed."""
+    by_k = speeds(cost, layers, texts, reused=reused)
+    k = max(by_k, key=by_k.__getitem__)
+    return {"k": k, "speed": by_k[k]}
+
+
+def with_heads(
+    cost: dict[str, Any], layers: int, texts: list[list[bool]], *, body: float, head: float, share: float, reused: bool
+) -> dict[str, Any]:
+    """Speeds if a drafted token costs a body and the whole head and, as a bound, if a share of the head's rows is as
+    often right."""
+    found = {}
+    for name, of_head in (("whole_head", head), ("few_rows", head * share)):
+        drafted = body + of_head
+        own = cost | {"exits": {layers: cost["exits"][layers] | {"drafted": drafted}}}
+        found[name] = {"drafted": drafted, **fastest(own, layers, texts, reused=reused), "needed": needed(own, layers)}
+    return found
+
+
 def needed(cost: dict[str, Any], layers: int) -> float | None:
     """The least agreement, in steps of 0.001, at which the best K is as fast as plain decoding."""
     for thousandths in range(1001):
@@ -174,9 +194,7 @@ def main() -> None:
         if texts[layers]:
             row["agreement"] = statistics.mean(agree for text in texts[layers] for agree in text)
             for name, reused in (("drafts_alone", False), ("states_reused", True)):
-                by_k = speeds(cost, layers, texts[layers], reused=reused)
-                best = max(by_k, key=by_k.__getitem__)
-                row[name] = {"k": best, "speed": by_k[best]}
+                row[name] = fastest(cost, layers, texts[layers], reused=reused)
         table.append(row)
         print(row, flush=True)
     figures: dict[str, Any] = {"layers": most, "costs": cost, "exits": table}

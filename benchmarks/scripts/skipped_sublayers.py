@@ -7,8 +7,9 @@ A sublayer is the attention or the MLP of a layer. From the target's greedy answ
 removed one by one whose absence lowers the probability of the answers least; of `--tried` candidates, which were the
 best ones before. The other answers are drafted with each number of sublayers. A place of a draft reads the whole
 model's keys and values of all tokens before it, as SWIFT's first drafted token does; so rounds of several tokens are a
-bound. A drafted token costs the head and, of the time of all layers, the share of the weights that are left; costs are
-those of `exits.py`. "Few rows" also has a head of `--rows-of-head` ids that is as often right as the whole one.
+bound. A drafted token costs the head and, of the time of all layers, the share of the weights that are left; both
+together are a whole pass, whose shares are measured as in `exits.py`. "Few rows" also has a head of `--rows-of-head`
+ids that is as often right as the whole one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from exits import costs, greedy, needed, speeds
+from exits import costs, greedy, with_heads
 from sampled_answers import loaded, options, write
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -145,7 +146,9 @@ def main() -> None:
     most = layers - 1
     cost = costs(timed, {most: timed.view(most)})
     one = cost["exits"][most]
-    cost["layers"], head = one["read"][1] * layers / most, one["drafted"] - one["read"][1]
+    body, head = one["read"][1] * layers / most, one["drafted"] - one["read"][1]
+    cost["layers"] = body / (body + head)
+    head = 1 - cost["layers"]
     one["read"] = dict.fromkeys(one["read"], 0.0)  # no state is reused
     order = found(model, learnt, args.tried, round(1.3 * layers))
     share = args.rows_of_head / model.config.vocab_size
@@ -155,11 +158,7 @@ def main() -> None:
         left = 1 - sum(sizes[part] for _, part in order[:count]) / (layers * sum(sizes.values()))
         row: dict[str, Any] = {"sublayers": count, "left": left}
         row["agreement"] = statistics.mean(each for text in agree for each in text)
-        for name, of_head in (("whole_head", head), ("few_rows", head * share)):
-            one["drafted"] = cost["layers"] * left + of_head
-            by_k = speeds(cost, most, agree, reused=False)
-            best = max(by_k, key=by_k.__getitem__)
-            row[name] = {"drafted": one["drafted"], "k": best, "speed": by_k[best], "needed": needed(cost, most)}
+        row |= with_heads(cost, most, agree, body=cost["layers"] * left, head=head, share=share, reused=False)
         table.append(row)
         print(row, flush=True)
     args.costs_of = Path(args.costs_of).name

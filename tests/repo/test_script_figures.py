@@ -365,3 +365,21 @@ def test_exits_are_as_measured() -> None:
             assert cells == [f"{row['drafted']:.2f}", *shares, *speeds]
         changes += [row["states_reused"]["speed"] / row["drafts_alone"]["speed"] - 1 for row in found["exits"]]
     assert 0.045 < max(map(abs, changes)) < 0.05
+
+
+def test_what_adapters_and_skipped_sublayers_win_is_as_measured() -> None:
+    """Guards what `docs/drafters.md` says of Kangaroo and SWIFT; control: the whole model drafts for itself."""
+    page = " ".join((ROOT / "docs" / "drafters.md").read_text(encoding="utf-8").split())
+    adapter = raw("exit-adapter-smollm2-135m_xeon-avx512-1core_2026-12-01")
+    agreement, whole, few = adapter["agreement"], adapter["whole_head"], adapter["few_rows"]
+    shown = f"predicts {agreement:.0%} of the tokens and needs {whole['needed']:.0%}".replace("%", " %")
+    assert f"{shown}: {whole['speed']:.2f}x, and at most {few['speed']:.2f}x with 8,192 rows of the head" in page
+    rows = raw("skipped-sublayers-smollm2-135m_xeon-avx512-1core_2026-12-01")["skipped"]
+    some, many = (next(row for row in rows if row["sublayers"] == count) for count in (18, 33))
+    shares = [f"{row[key]:.0%}".replace("%", " %") for row in (some, many) for key in ("agreement", "left")]
+    wholes, fews = ([f"{row[name]['speed']:.2f}x" for row in (some, many)] for name in ("whole_head", "few_rows"))
+    assert "predicts {} of its tokens with {} of the layers' weights and {} with {}: ".format(*shares) in page
+    assert f"{wholes[0]} and {wholes[1]}. With 8,192 rows of the head the bounds are {fews[0]} and {fews[1]}" in page
+    assert f"but {rows[0]['few_rows']['speed']:.2f}x with all sublayers" in page
+    assert all(row["whole_head"]["speed"] < 1 for row in rows)
+    assert rows[0]["few_rows"]["speed"] == max(row["few_rows"]["speed"] for row in rows)
