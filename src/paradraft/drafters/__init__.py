@@ -54,7 +54,7 @@ def check_draft(drafter: str, draft: str | None, target: str) -> None:
         needing = " and ".join(takers)
         raise ValueError(f"drafter {name!r}: {needing} need different draft models, and draft= is one: join only one")
     if draft is not None and not takers:
-        raise ValueError(f"drafter {name!r} takes no draft model, but draft={draft!r} was given")
+        raise ValueError(f"drafter {name!r} takes no draft model, leave out draft={draft!r} or name its drafter")
     if draft is None and takers and target != POCKET:
         raise ValueError(f"drafter {name!r} needs a draft model: name its folder or Hugging Face id as draft")
     drafter_config(drafter, draft)
